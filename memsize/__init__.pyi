@@ -197,7 +197,7 @@ def generate(
     stack: Stack | str | None = None,
     allocator: AllocatorConfig | str | None = None,
     progress: Callable[[str], None] | None = None,
-) -> GenerationReport: ...
+) -> GenerationReport | Report: ...
 def guard(
     model: nn.Module,
     optimizer: optim.Optimizer | None,

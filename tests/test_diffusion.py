@@ -8,9 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import memsize
+from memsize.analysis.fit.offloaded_parts import offload_layers, offload_models
+from memsize.analysis.model_setups import plans_of
+from memsize.analysis.runner import Runner
+from memsize.api.opened import opened
+from memsize.device.cards import card
+from memsize.device.gpu_estimate import Replays, estimate_gpu
+from memsize.device.phase_peaks import phase_peaks
 from memsize.documents import document
+from memsize.loading.hubs.diffusion import _Tokenizer
+from memsize.spec.model_request import ModelRequest
+from memsize.spec.scenario import SCENARIOS
+from memsize.spec.stack import INSTALLED
+from memsize.workloads import Inference
+from memsize.workloads.pipeline_phases import phases_of
 
 diffusers: Any = pytest.importorskip("diffusers")
 transformers: Any = pytest.importorskip("transformers")
@@ -69,8 +83,8 @@ def test_a_generation(folder: Path) -> None:
     sizes = sum(
         parameter.numel()
         for module in (
-            diffusers.UNet2DConditionModel.from_config(json.loads((folder / "unet" / "config.json").read_text())),
-            diffusers.AutoencoderKL.from_config(json.loads((folder / "vae" / "config.json").read_text())),
+            diffusers.UNet2DConditionModel.from_config(config_of(folder, "unet")),
+            diffusers.AutoencoderKL.from_config(config_of(folder, "vae")),
             transformers.CLIPTextModel(transformers.CLIPTextConfig.from_pretrained(folder / "text_encoder")),
         )
         for parameter in module.parameters()
@@ -97,11 +111,114 @@ def test_options_of_a_generation(folder: Path) -> None:
         memsize.report(f"diffusers:{folder}?guidance_scal=1")
 
 
-def test_generating_tokens_names_the_report(folder: Path) -> None:
-    target = f"diffusers:{folder}"
-    with pytest.raises(memsize.MemsizeError, match=r"no tokens: memsize report 'diffusers:.*height=1024") as raised:
-        memsize.generate(target)
-    assert f"'{target}?height=1024&steps=2'" in str(raised.value)
+def test_phases_of_a_generation(folder: Path) -> None:
+    """Weights of each phase's parts and of all others add up; guidance doubles the rows of the denoising alone."""
+    target = f"diffusers:{folder}?height=128&width=128"
+    report = memsize.generate(target, batch_size=2, gpu="a100", scenarios="as-given")
+    assert isinstance(report, memsize.Report)
+    inference = report.scenario_results[0].inference
+    assert inference is not None
+    _, denoising, decoding = inference.phases
+    assert [phase.phase for phase in inference.phases] == ["text encoding", "denoising", "decoding"]
+    assert [phase.parts for phase in inference.phases] == [("text_encoder",), ("unet",), ("vae",)]
+    highest = max(inference.phases, key=lambda phase: phase.requested)
+    assert (highest.requested, highest.phase) == (inference.requested, inference.peak_phase)
+    assert inference.allocated == max(phase.allocated for phase in inference.phases)
+    assert inference.reserved == decoding.reserved  # nothing is given back
+    stored = {name: stored_bytes(folder, name) for name in ("text_encoder", "unet", "vae")}
+    for phase, part in zip(inference.phases, stored, strict=True):
+        assert phase.weights == stored[part]
+        assert phase.other_weights == sum(stored.values()) - stored[part]
+        assert phase.weights + phase.other_weights + phase.activations == phase.requested
+    unguided = memsize.generate(f"{target}&guidance_scale=1", batch_size=2, gpu="a100", scenarios="as-given")
+    assert unguided.scenario_results[0].inference.phases[1].activations < denoising.activations
+    codes = [finding.code for finding in document(report).verdict()]
+    assert codes[:2] == ["inference-peak", "pipeline-phases"]
+    data = document(report).figures("MiB")["scenarios"][0]["inference"]["phases"]
+    assert [row["requested"] for row in data] == [phase.requested for phase in inference.phases]
+    table = next(section for section in document(report).sections() if getattr(section, "name", "") == "phases")
+    assert len(table.rows) == 3
+
+
+def config_of(folder: Path, part: str) -> Any:
+    return json.loads((folder / part / "config.json").read_text())
+
+
+def stored_bytes(folder: Path, part: str) -> int:
+    """Parameters and buffers of a part of the folder, in float32."""
+    config = config_of(folder, part)
+    module: Any = {
+        "text_encoder": lambda: transformers.CLIPTextModel(transformers.CLIPTextConfig.from_dict(config)),
+        "unet": lambda: diffusers.UNet2DConditionModel.from_config(config),
+        "vae": lambda: diffusers.AutoencoderKL.from_config(config),
+    }[part]()
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def test_options_of_tokens_are_refused(folder: Path) -> None:
+    for options in ({"prompt": 64}, {"max_new_tokens": 2}, {"num_beams": 2}):
+        with pytest.raises(memsize.MemsizeError, match=r"is for tokens; its options follow its name: \?height=1024"):
+            memsize.generate(f"diffusers:{folder}", **options)
+    with pytest.raises(memsize.MemsizeError, match="one batch size"):
+        memsize.generate(f"diffusers:{folder}", batch_size="1,2")
+    with pytest.raises(memsize.MemsizeError, match="memsize generate 'diffusers:"):
+        memsize.serve(f"diffusers:{folder}")
+
+
+def test_parts_are_never_in_training_mode(folder: Path) -> None:
+    """Dropout of a text encoder, such as T5's, is off in a report, too, which is of training mode elsewhere."""
+    with opened(ModelRequest.of(f"diffusers:{folder}", mode="train")) as pipeline:
+        model = pipeline.run[1].train()
+    assert not any(module.training for module in model.modules())
+
+
+OFFLOADS = {
+    "to": (),
+    "enable_model_cpu_offload": (offload_models,),
+    "enable_sequential_cpu_offload": (offload_layers,),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", OFFLOADS)
+def test_offloads_against_the_hooks_of_accelerate(folder: Path, method: str) -> None:
+    """The pipeline's own methods on a simulated GPU reserve and allocate as much, to the byte."""
+    pytest.importorskip("accelerate")
+    gpu, (text, unet, vae) = card("a100"), (config_of(folder, part) for part in ("text_encoder", "unet", "vae"))
+    with memsize.virtual_gpu(gpu.name), torch.no_grad():
+        pipeline = diffusers.StableDiffusionPipeline(
+            text_encoder=transformers.CLIPTextModel(transformers.CLIPTextConfig.from_dict(text)).eval(),
+            unet=diffusers.UNet2DConditionModel.from_config(unet).eval(),
+            vae=diffusers.AutoencoderKL.from_config(vae).eval(),
+            tokenizer=_Tokenizer(77),
+            scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        pipeline.to("cuda") if method == "to" else getattr(pipeline, method)(device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        pipeline(prompt=["", ""], height=128, width=128, num_inference_steps=2, output_type="pt")
+        measured = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    target = ModelRequest.of(f"diffusers:{folder}?height=128&width=128", batch_size=2, mode="eval")
+    with opened(target) as subject:
+        runner = Runner(*subject.run, gpu=gpu, plans=plans_of(gpu, INSTALLED))
+        peak = estimate_gpu(runner.run(Inference(), SCENARIOS["as-given"], edits=OFFLOADS[method]), gpu)
+    assert (peak.allocated, peak.reserved) == measured
+
+
+def test_offloaded_weights(folder: Path) -> None:
+    """Under model offload a phase needs less by the weights of all other parts, and nothing else."""
+    target = ModelRequest.of(f"diffusers:{folder}", batch_size=1, mode="eval")
+    with opened(target) as subject:
+        runner = Runner(*subject.run)
+        runs = {edits: runner.run(Inference(), SCENARIOS["as-given"], edits=edits) for edits in OFFLOADS.values()}
+        phases = phases_of(runner.model)
+    usual, by_part, by_layer = (list(phase_peaks(run, None, Replays(timeline=True), phases)) for run in runs.values())
+    assert [phase.other_weights for phase in by_part] == [0, 0, 0]
+    assert [phase.requested for phase in by_part] == [phase.requested - phase.other_weights for phase in usual]
+    assert all(layer.requested < part.requested for layer, part in zip(by_layer, by_part, strict=True))
 
 
 def largest_of_decoder(target: str) -> int:
@@ -125,6 +242,7 @@ def test_tiles_are_a_remedy(folder: Path) -> None:
     rows = {row.name: row for row in fit.remedied.rows}
     assert rows["VAE tiling"].peak == tiled.peak
     assert rows["VAE slicing"].peak is not None
+    assert rows["sequential offload"].peak < rows["model offload"].peak < fit.fit_rows[0].peak
 
 
 def test_adapters_of_a_part(folder: Path) -> None:

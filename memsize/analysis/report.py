@@ -19,6 +19,7 @@ from memsize.analysis.model_setups import is_float32, own_autocast
 from memsize.analysis.runner import Runner
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import Replays, estimate_gpu
+from memsize.device.phase_peaks import phase_peaks
 from memsize.errors import ForwardError, InputError, ScenarioError, exits_caught
 from memsize.loading.building import wanted_inputs
 from memsize.model.experts import active_parameters
@@ -44,6 +45,7 @@ from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import stored_only, wants_shapes
 from memsize.workloads import Forward, Inference
+from memsize.workloads.pipeline_phases import phases_of
 
 _AMP = ("amp-fp16", "amp-bf16")
 _OWN, _FP32 = SCENARIOS["as-given"], SCENARIOS["fp32"]
@@ -108,7 +110,7 @@ class ReportBuilder:
 
     def __post_init__(self) -> None:
         self.peaks = self.peaks or self.training is not None
-        self._replays = Replays(self.config)
+        self._replays = Replays(self.config, timeline=bool(phases_of(self.runner.model)))
 
     def build(self, scenarios: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
         """The report over `scenarios`; `default` leaves out `as-given` where it is what fp32 is.
@@ -226,6 +228,9 @@ class ReportBuilder:
             with suppress(ForwardError):
                 forward = self.runner.run(Inference(), scenario)
                 inference = estimate_gpu(forward, self.runner.gpu, replays=self._replays)
+                if phases := phases_of(self.runner.model):
+                    peaks = phase_peaks(forward, self.runner.gpu, self._replays, phases)
+                    inference = replace(inference, phases=tuple(peaks))
         return ScenarioResult(
             name=scenario.name,
             title=scenario.title,

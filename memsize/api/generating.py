@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from memsize.api.keywords import takes
-from memsize.api.opened import assisted, model_of, prompts_of
+from memsize.api.opened import Loaded, assisted, model_of, prompts_of, with_inputs
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.errors import InputError
@@ -19,12 +19,16 @@ from memsize.spec.scenario import refuse_compiled, select, selected
 
 if TYPE_CHECKING:
     from memsize.records.generation import GenerationReport
+    from memsize.records.report import Report
     from memsize.records.serving import ServingReport
+
+_OF_TOKENS: Final = ("prompt", "generation", "assistant_model", "prompt_lookup_num_tokens", "step")
 
 
 @takes(GenerateRequest)
-def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None = None) -> GenerationReport:
+def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None = None) -> GenerationReport | Report:
     """Report what a model holds while it generates tokens: reading the prompt, each step after it, and the KV cache.
+    For a pipeline of diffusers, return a `Report` with the peak of each phase: text encoding, denoising, decoding.
 
     The model is given as to `report`; its own ``generate`` runs, with an input that is made for each length of
     `prompt` (of a model that isn't a library's, its first dimension after the batch). Several prompts and batch sizes
@@ -49,7 +53,10 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
         from memsize.analysis.runner import Runner
         from memsize.loading import load_loop
         from memsize.workloads.generation import generate_of
+        from memsize.workloads.pipeline_phases import phases_of
 
+        if phases_of(loaded.model):
+            return _report_pipeline(request, loaded, sizes, report_progress)
         if request.step is None:  # before a prompt is made, which a model of images has not either
             generate_of(loaded.model, loaded.name)
         prompts = prompts_of(model, loaded)
@@ -70,6 +77,28 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
                 runner, prompts, search, progress=report_progress, rows=rows, generators=generators
             ),
         )
+
+
+def _report_pipeline(
+    request: GenerateRequest, loaded: Loaded, sizes: Sequence[int], report_progress: Callable[[str], None]
+) -> Report:
+    """Report on a generation of a pipeline, which has no options of tokens: the options of its call are arguments."""
+    from memsize.analysis.model_setups import plans_of
+    from memsize.analysis.report import ReportBuilder
+    from memsize.analysis.runner import Runner
+
+    usual = GenerateRequest(model=request.model, scenarios=request.scenarios)
+    refused = [name for name in _OF_TOKENS if getattr(request, name) != getattr(usual, name)]
+    if refused or len(sizes) > 1:
+        problem = f"{refused[0]} is for tokens" if refused else "it takes one batch size"
+        raise InputError(f"{loaded.name} is a pipeline: {problem}; its options follow its name: ?height=1024")
+    gpu, where = request.gpu, card(request.gpu.name or DEFAULT_GPU)
+    run = with_inputs(replace(request.model, batch_size=sizes[0], mode="eval"), loaded)
+    runner = Runner(*run.run, gpu=where, plans=plans_of(where, gpu.releases), stack=gpu.releases)
+    config = AllocatorConfig.parse_optional(gpu.allocator, gpu.releases.release)
+    builder = ReportBuilder(runner, peaks=True, config=config, progress=report_progress)
+    scenarios = selected(request.scenarios, request.compile, ("as-given", "fp16"))
+    return builder.build(scenarios, default=False, notes=run.notes)
 
 
 def _counts(value: object, what: str) -> tuple[int, ...]:

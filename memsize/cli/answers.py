@@ -143,6 +143,7 @@ def generate(request: GenerateRequest, output: Destination, jobs: int | None) ->
     """Show what TARGET holds while it generates tokens: reading the prompt, each step after it, and the KV cache.
 
     TARGET is a model with a generate method: hf:NAME, or path.py:Name as for memsize report. Its own generate runs.
+    Of a pipeline, diffusers:NAME, the phases are shown: text encoding, denoising, decoding.
     """
     answer(output, "generation", request.model.model, asking("generate", request), jobs=jobs)
 

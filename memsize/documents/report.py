@@ -15,6 +15,7 @@ from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import config_of
 from memsize.device.cards import card
 from memsize.documents import MOST_SENTENCES, MOST_SHORT_ROWS, Document, findings_data, plain, renamed, values_of
+from memsize.documents.phases import phase_tables
 from memsize.documents.sections import (
     Bars,
     Chart,
@@ -40,7 +41,18 @@ from memsize.documents.shared import (
 )
 from memsize.errors import OutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
-from memsize.records.fields import BYTES, NAME, SCENARIO, TEXT, Fields, FlatTable, Label, Path, role_fields, shown
+from memsize.records.fields import (
+    BYTES,
+    NAME,
+    SCENARIO,
+    TEXT,
+    Fields,
+    FlatTable,
+    Label,
+    Path,
+    role_fields,
+    shown,
+)
 from memsize.records.finding import Finding, moment_in_words, optimizer_in_words
 from memsize.records.gpu import DEFAULT_GPU, LIVE_FIELDS, GpuEstimate, Shortage
 from memsize.records.report import (
@@ -59,7 +71,14 @@ from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.report/1"
 
-_FIRST: Final = ("interrupted", "out-of-memory", "training-peak", "inference-peak", "no-training-step")
+_FIRST: Final = (
+    "interrupted",
+    "out-of-memory",
+    "training-peak",
+    "inference-peak",
+    "pipeline-phases",
+    "no-training-step",
+)
 """Codes of findings that the verdict puts first: they answer a question about training or about a GPU."""
 
 _RUN_FIGURES: Final = frozenset(
@@ -92,7 +111,11 @@ class ReportDocument(Document[Report]):
             *([Stop(report.stopped)] if report.stopped else []),
             layer_table(report, self.depth, self.columns),
             *([scenario_table(report)] if report.scenario_results else []),
-            *([peak_table(report), living_table(report)] if any(estimates) else []),
+            *(
+                [peak_table(report), *phase_tables(report.scenario_results), living_table(report)]
+                if any(estimates)
+                else []
+            ),
             *(*traffic, *compared_streams([SCENARIO], ((label, training.streams) for label, training in runs))),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
@@ -248,7 +271,7 @@ def _estimate_data(estimate: GpuEstimate | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
     return asdict(estimate) | {
-        name: [entry._asdict() for entry in getattr(estimate, name)] for name in ("storages", "streams")
+        name: [entry._asdict() for entry in getattr(estimate, name)] for name in ("storages", "streams", "phases")
     }
 
 

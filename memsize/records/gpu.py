@@ -160,6 +160,26 @@ class Shortage:
     nccl: int = 0
 
 
+class PhasePeak(NamedTuple):
+    """The peak of one phase of a pipeline's generation, in bytes: `requested`, `allocated` and `reserved` are the
+    highest levels in it.
+
+    When `requested` is, `weights` are those of the `parts` that run in the phase, `other_weights` those of all others,
+    which offloading them would free, and `activations` the rest: temporaries, workspaces, inputs. They add up to
+    `requested`. It is in `layer`.
+    """
+
+    phase: str
+    parts: tuple[str, ...]
+    requested: Size
+    allocated: Size
+    reserved: Size
+    weights: Size
+    other_weights: Size
+    activations: Size
+    layer: str
+
+
 @dataclass(frozen=True, slots=True)
 class GpuEstimate:
     """The peak of one run on a GPU, in bytes.
@@ -177,7 +197,7 @@ class GpuEstimate:
     enough memory. `collectives` are those of a step, where the run is that of one process of many, and `nccl` is the
     part of `device` that NCCL takes for them. `streams` are those that the run allocates on, where they are several:
     their segments add up to `reserved`. `lag` says how much more that may be where the GPU lags behind the program;
-    None where that makes no difference.
+    None where that makes no difference. `phases` are those of a pipeline's generation, empty for other runs.
     """
 
     requested: Size
@@ -197,3 +217,4 @@ class GpuEstimate:
     nccl: Interval | None = None
     streams: tuple[StreamShare, ...] = ()
     lag: RecordStreamCost | None = None
+    phases: tuple[PhasePeak, ...] = ()

@@ -10,6 +10,7 @@ import torch
 
 from memsize.records.trace import Trace
 from memsize.tracing.run import Run, Setup
+from memsize.workloads.pipeline_phases import in_phases, phases_of
 
 
 class Proof(NamedTuple):
@@ -71,7 +72,7 @@ class Forward(Workload):
         return Proof(type(self), self)
 
     def run(self, setup: Setup) -> Trace:
-        return _forward(Run(setup), self.gradients).trace()
+        return in_phases(_forward(Run(setup), self.gradients).trace(), phases_of(setup.model))
 
 
 @dataclass(frozen=True, slots=True)

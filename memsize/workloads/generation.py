@@ -140,7 +140,7 @@ def generate_of(model: nn.Module, name: str) -> Callable[..., Any]:
     generate: Callable[..., Any] | None = getattr(model, "generate", None)
     if not callable(generate):
         pipeline = name.partition(" ")[0]
-        hint = f": memsize report '{pipeline}?height=1024&steps=2' --gpu a100" if name.startswith("diffusers:") else ""
+        hint = f": memsize generate '{pipeline}' --gpu a100" if name.startswith("diffusers:") else ""
         raise InputError(f"{name} has no generate method: it generates no tokens{hint}")
     return generate
 

@@ -60,6 +60,23 @@ def inference_peak(evidence: Evidence) -> Iterator[Finding]:
         yield _peak("inference-peak", "Inference", "", "", evidence, evidence.inference)
 
 
+@RULES.rule("pipeline-phases")
+def pipeline_phases(evidence: Evidence) -> Iterator[Finding]:
+    """The peak of each phase of a pipeline's generation, and what offloading its parts would leave of the highest."""
+    name = _first(evidence.inference)
+    phases = evidence.inference[name].phases if name else ()
+    if not phases:
+        return
+    peaks = [f"{{phase{number}}} {{peak{number}}}" for number, _ in enumerate(phases)]
+    brief = f"By phase, it peaks at: {', '.join(peaks)}."
+    highest = max(phases, key=lambda phase: phase.requested)
+    advice = " During {highest} the weights of other parts take {others}: enable_model_cpu_offload() frees them."
+    values: dict[str, object] = {f"phase{number}": phase.phase for number, phase in enumerate(phases)}
+    values |= {"highest": highest.phase} | sizes(others=highest.other_weights)
+    values |= sizes(**{f"peak{number}": phase.requested for number, phase in enumerate(phases)})
+    yield Finding("pipeline-phases", brief + advice, values, bytes=highest.requested, brief=brief)
+
+
 def _first(peaks: Mapping[str, GpuEstimate]) -> str | None:
     """The scenario that a sentence is about."""
     return next((name for name in ("as-given", "fp32", *peaks) if name in peaks), None)

@@ -12,11 +12,11 @@ from typing import Final
 from memsize.analysis.fit.optimized_models import Share, autoencoders, keep_the_last_logits, repeated_blocks
 from memsize.analysis.fit.run_cache import GenerationRunCache, NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import (
-    AUTOENCODER_REMEDIES,
     BF16_PARAMETERS,
     CHUNK,
     EXPANDABLE_SEGMENTS,
     INT8_WEIGHTS,
+    PIPELINE_REMEDIES,
     VariantRemedy,
     accumulation,
     edited,
@@ -105,7 +105,7 @@ class RemedyWork:
     runs: RunCache
 
     def _remedies(self, base: RunVariant) -> tuple[VariantRemedy, ...]:
-        return (*(AUTOENCODER_REMEDIES if autoencoders(self.runs.model) else ()), *remedies_of(base))
+        return (*(PIPELINE_REMEDIES if autoencoders(self.runs.model) else ()), *remedies_of(base))
 
     def remedy_alone(self, base: RunVariant, size: int, name: str) -> tuple[RemedyRow, NewRuns]:
         """Measure the remedy `name` at one size; return its row and the runs that this took."""

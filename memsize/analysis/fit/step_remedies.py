@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from memsize.analysis.fit.offloaded_parts import offload_layers, offload_models
 from memsize.analysis.fit.optimized_models import (
     Adam8bit,
     HeadLoss,
@@ -112,6 +113,14 @@ TEXTS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "VAE tiling": ("pipeline.vae.enable_tiling()", "seams between tiles may show; a slower decoder"),
     "VAE slicing": ("pipeline.vae.enable_slicing()", "images are decoded one by one: hardly slower"),
+    "model offload": (
+        "pipeline.enable_model_cpu_offload(): the GPU holds the part that runs",
+        "each part is copied from the host once per generation",
+    ),
+    "sequential offload": (
+        "pipeline.enable_sequential_cpu_offload(): the GPU holds the weights of the layer that runs",
+        "all weights are copied from the host in each step: many times slower",
+    ),
     "in-place activations": (
         "inplace=True where the backward needs the output only",
         "wrong results if anything else reads an activation's input",
@@ -346,9 +355,11 @@ STEP_REMEDIES: Final = (
     INT8_WEIGHTS,
 )
 """Remedies for one GPU, in the order in which they are tried."""
-AUTOENCODER_REMEDIES: Final = (
+PIPELINE_REMEDIES: Final = (
     remedy("VAE tiling", "numbers", edited(partial(switch_autoencoder, method="enable_tiling"))),
     remedy("VAE slicing", "nothing", edited(partial(switch_autoencoder, method="enable_slicing"))),
+    remedy("model offload", "speed", edited(offload_models), "host"),
+    remedy("sequential offload", "speed", edited(offload_layers), "host"),
 )
 """Remedies for pipelines of diffusers."""
 

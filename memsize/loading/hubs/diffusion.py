@@ -53,6 +53,10 @@ class Pipeline(nn.Module):
             self.add_module(name, module)
         self.kind, self.others, self.options = kind, dict(others), dict(options)
 
+    def train(self, mode: bool = True) -> Pipeline:
+        """Leave the parts in evaluation mode, as in every generation: diffusers loads them so."""
+        return super().train(False)
+
     def forward(self, prompts: Tensor) -> Any:
         others = {name: other() if isinstance(other, partial) else other for name, other in self.others.items()}
         pipeline: Any = self.kind(**dict(self.named_children()), **others)
@@ -278,7 +282,6 @@ def _parts(
             else:
                 make = partial(make.from_config, config)
             modules[name], more = build_library_model(make, f"{label}/{name}", {})
-            modules[name].eval()
             notes += more
     return modules, others, notes
 
