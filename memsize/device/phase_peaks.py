@@ -24,6 +24,7 @@ def phase_peaks(trace: Trace, where: Card | None, replays: Replays, phases: Mapp
     replayed, _ = replay_on(trace, flow, where, replays)
     levels, phase_of = replayed.timeline, numbers(trace.events, "phase")
     assert levels is not None
+    tops = [layer.path.partition(".")[0] for layer in trace.layers]
     for number, phase in enumerate(trace.phases):
         inside = np.flatnonzero(phase_of == number)
         parts = tuple(name for name, of in phases.items() if of == phase)
@@ -31,11 +32,10 @@ def phase_peaks(trace: Trace, where: Card | None, replays: Replays, phases: Mapp
             continue
         peak = int(inside[levels.requested[inside].argmax()])
         live = {storage: size for storage, size in flow.alive(peak).items() if storage not in replayed.skipped}
-        weights = other_weights = 0
-        for storage, size in zip(rows_at(trace.storages, live), live.values(), strict=True):
-            if storage.role in _WEIGHTS:
-                own = storage.layer >= 0 and trace.layers[storage.layer].path.partition(".")[0] in parts
-                weights, other_weights = (weights + size, other_weights) if own else (weights, other_weights + size)
+        alive = zip(rows_at(trace.storages, live), live.values(), strict=True)
+        stored = [(tops[storage.layer], size) for storage, size in alive if storage.role in _WEIGHTS]
+        weights = sum(size for top, size in stored if top in parts)
+        other_weights = sum(size for _, size in stored) - weights
         requested, layer = int(levels.requested[peak]), trace.events[peak].layer
         yield PhasePeak(
             phase,

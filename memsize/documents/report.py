@@ -109,13 +109,10 @@ class ReportDocument(Document[Report]):
             title(report),
             *self.opening(),
             *([Stop(report.stopped)] if report.stopped else []),
+            *phase_tables(report.scenario_results),
             layer_table(report, self.depth, self.columns),
             *([scenario_table(report)] if report.scenario_results else []),
-            *(
-                [peak_table(report), *phase_tables(report.scenario_results), living_table(report)]
-                if any(estimates)
-                else []
-            ),
+            *([peak_table(report), living_table(report)] if any(estimates) else []),
             *(*traffic, *compared_streams([SCENARIO], ((label, training.streams) for label, training in runs))),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
