@@ -24,12 +24,12 @@ LINES = {
     "shutil": "shutil.copyfile(__file__, 'old.bin')",
     "torch": "torch.from_file('old.bin', shared=True, size=4, dtype=torch.uint8).fill_(9)",
     "storage": "torch.UntypedStorage.from_file('old.bin', True, 4).fill_(9)",
-    "sqlite": "c = sqlite3.connect('old.db'); c.execute('insert into t values (2)'); c.commit()",
-    "sqlite-uri": "c = sqlite3.connect('file:old.db?mode=rw', uri=True); c.execute('drop table t'); c.commit()",
+    "sqlite": "with closing(sqlite3.connect('old.db')) as c: c.execute('insert into t values (2)'); c.commit()",
+    "sqlite-uri": "with closing(sqlite3.connect('file:old.db?mode=rw', uri=True)) as c: c.execute('drop table t')",
 }
 """Statements that change a file, by what they do it with."""
 
-HEAD = "import os, pathlib, shutil, sqlite3, torch\nx = torch.ones(4, device='cuda')\n"
+HEAD = "import os, pathlib, shutil, sqlite3, torch\nfrom contextlib import closing\nx = torch.ones(4, device='cuda')\n"
 
 
 @pytest.fixture
@@ -86,9 +86,10 @@ def test_what_the_script_makes_is_its_own(folder: Path) -> None:
         os.chmod("out/deep/old.bin", 0o600)
         os.utime("out/deep/old.bin")
         shutil.rmtree("out")
-        with sqlite3.connect("new.db") as database:
+        with closing(sqlite3.connect("new.db")) as database:
             database.execute("create table t (n)")
-        assert sqlite3.connect("old.db").execute("select n from t").fetchall() == [(1,)]
+        with closing(sqlite3.connect("old.db")) as database:
+            assert database.execute("select n from t").fetchall() == [(1,)]
         torch.UntypedStorage.from_file("new.bin", True, 4).fill_(9)
         pathlib.Path("new.txt").write_text("1")
         os.symlink("new.txt", "link.txt")

@@ -43,7 +43,8 @@ def test_a_preset_has_its_published_number_of_parameters(name: str, monkeypatch:
 
 def test_a_preset_names_its_source_and_date() -> None:
     for preset in PRESETS.values():
-        assert re.fullmatch(r"https://\S+", preset["source"]) and re.fullmatch(r"20\d\d-\d\d-\d\d", preset["date"])
+        assert re.fullmatch(r"https://\S+(, its text encoders? from https://\S+)?", preset["source"])
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", preset["date"])
         facts = {"_class_name"} if "parts" in preset else {"architectures", "model_type"}
         assert facts <= set(preset["config"])
     assert len(PRESETS) >= 60

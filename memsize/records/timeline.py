@@ -134,6 +134,9 @@ class Timeline(Renderable):
     def __len__(self) -> int:
         return len(self.delta)
 
+    def __str__(self) -> str:
+        return self._drawn("text").rstrip("\n")
+
     def __repr__(self) -> str:
         return f"<memsize.Timeline {self.model}: {len(self):,} events, peak {format_bytes(self.peak.bytes)}>"
 

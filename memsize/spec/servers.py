@@ -270,8 +270,8 @@ def rules_of(text: str | None) -> Rules:
         before = [other for other in releases if version and other < version][-1:]
         nearest = [*before, *[other for other in releases if not version or other > version][:1]]
         names = [".".join(map(str, other)) for other in nearest]
-        known = f"the nearest are {' and '.join(names)}" if names[1:] else f"the nearest is {names[0]}"
-        raise InputError(f"{server.title} {quoted(release.strip())} is not a known release: {known}")
+        hint = f"the nearest are {' and '.join(names)}" if names[1:] else f"the nearest is {names[0]}"
+        raise InputError(f"{server.title} {quoted(release.strip())} is not a known release: {hint}")
     entries: dict[str, Any] = {}
     for change in server.changes:
         if change.since <= version:

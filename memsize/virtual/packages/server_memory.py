@@ -37,7 +37,10 @@ class ServerMemory(nn.Module):
     def release(self, tags: Iterable[str]) -> None:
         """Free some parts. They are in pools of their own: nothing else gets their segments."""
         for tag in tags:
-            setattr(self, tag, None)
+            if tag == "weights":
+                self.weights = None
+            else:
+                self.kv_cache = None
         torch.cuda.empty_cache()
 
     def take(self, tags: Iterable[str]) -> None:
