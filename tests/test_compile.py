@@ -226,7 +226,7 @@ def test_what_cannot_be_lowered_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     most = max(live_bytes(compiled.events))
     (between,) = {note for note in compiled.notes if "at the peak tensors hold" in note}
     least, shown = re.findall(r"[\d.,]+ [KMG]iB", between)
-    assert shown == format_bytes(most) and parse_bytes(least) < most
+    assert shown == format_bytes(most) and parse_bytes(least) <= parse_bytes(shown)
     assert totals(compiled).saved_bytes < totals(eager).saved_bytes  # what the partition saves is known all the same
 
 
