@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from memsize.device.gpu_estimate import Replays, estimate_gpu
 from memsize.device.phase_peaks import phase_peaks
 from memsize.documents import document
 from memsize.loading.hubs.diffusion import _Tokenizer
+from memsize.records.trace import Event
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.scenario import SCENARIOS
 from memsize.spec.stack import INSTALLED
 from memsize.workloads import Inference
-from memsize.workloads.pipeline_phases import phases_of
+from memsize.workloads.pipeline_phases import in_phases, phases_of
+from tests.records import layer, toy
 
 diffusers: Any = pytest.importorskip("diffusers")
 transformers: Any = pytest.importorskip("transformers")
@@ -291,3 +294,15 @@ def test_what_is_no_pipeline(tmp_path: Path, folder: Path) -> None:
         memsize.report(f"diffusers:{tmp_path}")
     with pytest.raises(memsize.MemsizeError, match="UNet2DConditionModel"):
         memsize.report(f"diffusers:{folder}/vae")
+
+
+def test_events_between_parts() -> None:
+    """Before the first part they belong to its phase, else to the phase that they follow; a setup stays as it is."""
+    layers = tuple(layer(path, "Module") for path in ("", "vae", "unet"))
+    events = ((1, "setup"), (0, "forward"), (2, "forward"), (-1, "forward"), (0, "forward"), (1, "forward"))
+    phases = ("setup", "forward")
+    recorded = tuple(Event(0, 8, phases.index(name), index, "") for index, name in events)
+    run = replace(toy(), layers=layers, phases=phases, events=recorded)
+    divided = in_phases(run, {"vae": "decoding", "unet": "denoising"})
+    assert [divided.phases[event.phase] for event in divided.events] == ["setup", *["denoising"] * 4, "decoding"]
+    assert in_phases(run, {}) is run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import compress
 from typing import Final
 
 from torch import nn
@@ -39,17 +38,17 @@ def in_phases(trace: Trace, phases: Mapping[str, str]) -> Trace:
     Events outside every part (the scheduler's step, guidance) belong to the phase that they follow, and those before
     the first part to the phase that it begins.
     """
-    parts = [phases.get(layer.path.partition(".")[0]) for layer in trace.layers]
-    inside = [trace.phases[event.phase] == _FORWARD for event in trace.events]
-    begun = [parts[event.layer] if event.layer >= 0 else None for event in compress(trace.events, inside)]
-    current = next(filter(None, begun), None)
-    if current is None:
+    if not phases:
         return trace
-    following, names = iter(begun), []
-    for event, is_forward in zip(trace.events, inside, strict=True):
-        if is_forward:
-            current = next(following) or current
-        names.append(current if is_forward else trace.phases[event.phase])
+    parts = [phases.get(layer.path.partition(".")[0]) for layer in trace.layers]
+    current, names = _FORWARD, []
+    for event in trace.events:
+        name = trace.phases[event.phase]
+        if name == _FORWARD:
+            name = current = (parts[event.layer] if event.layer >= 0 else None) or current
+        names.append(name)
+    first = next(filter(set(phases.values()).__contains__, names), _FORWARD)
+    names = [first if name == _FORWARD else name for name in names]
     index = {name: number for number, name in enumerate(dict.fromkeys(names))}
     events = (event._replace(phase=index[name]) for event, name in zip(trace.events, names, strict=True))
     return replace(trace, phases=tuple(index), events=tuple(events))
