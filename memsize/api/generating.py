@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Final
 
 from memsize.api.keywords import takes
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memsize.records.report import Report
     from memsize.records.serving import ServingReport
 
-_OF_TOKENS: Final = ("prompt", "generation", "assistant_model", "prompt_lookup_num_tokens", "step")
+_OF_TOKENS: Final = ("prompt", "assistant_model", "prompt_lookup_num_tokens", "step")
 
 
 @takes(GenerateRequest)
@@ -88,7 +88,9 @@ def _report_pipeline(
     from memsize.analysis.runner import Runner
 
     usual = GenerateRequest(model=request.model, scenarios=request.scenarios)
-    refused = [name for name in _OF_TOKENS if getattr(request, name) != getattr(usual, name)]
+    options: list[tuple[object, object, str]] = [(request, usual, name) for name in _OF_TOKENS]
+    options += [(request.generation, usual.generation, field.name) for field in fields(Generation)]
+    refused = [name for chosen, default, name in options if getattr(chosen, name) != getattr(default, name)]
     if refused or len(sizes) > 1:
         problem = f"{refused[0]} is for tokens" if refused else "it takes one batch size"
         raise InputError(f"{loaded.name} is a pipeline: {problem}; its options follow its name: ?height=1024")
