@@ -19,7 +19,7 @@ from tests.process import current, open_simulation, running
 
 PACKAGE = Path(memsize.__file__).parent
 PATCHES = PACKAGE / "processes" / "patches.py"
-OWN_OBJECTS = {"CheckpointStandIn", "config", "mask", "model", "module", "pool"}
+OWN_OBJECTS = {"CheckpointStandIn", "config", "mask", "model", "module", "part", "pool"}
 """What `setattr` and `delattr` may be called on: a class, configurations, parts of a copied model, free blocks."""
 
 
