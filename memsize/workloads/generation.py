@@ -121,10 +121,13 @@ class GenerationSteps(Workload):
             setup.model.generation_config = arguments["generation_config"]  # type: ignore[assignment]
         if self.loop:
             kwargs, arguments = _taken(self.loop, kwargs | {"max_new_tokens": self.generation.max_new_tokens + 1}), {}
-        with run.recording(), torch.no_grad(), setup.precision.autocast(), run.ledger.clock.during(PREFILL):
+        clock = run.ledger.clock
+        with run.recording(), torch.no_grad(), setup.precision.autocast():
+            clock.phase = clock.index(END)  # which is resumed: Python 3.13 frees later what the last step's frames hold
             left = self.generation.steps if self.steps is None else self.steps
             steps = _Steps(run, self.generation, left, self.record)
             with (
+                clock.during(PREFILL),
                 steps.counted(),
                 _without_end(setup.model, partial(never_right, self.generation.draft, steps.propose)),
                 offloading_watched(run.ledger) if self.generation.is_offloaded else nullcontext(),
