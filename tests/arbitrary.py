@@ -10,7 +10,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from memsize.records.finding import Finding
-from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, RecordStreamCost, Shortage, StreamShare
+from memsize.records.gpu import (
+    Card,
+    GpuEstimate,
+    Interval,
+    LiveStorage,
+    PhasePeak,
+    RecordStreamCost,
+    Shortage,
+    StreamShare,
+)
 from memsize.records.trace import (
     Collective,
     DeferredFree,
@@ -79,7 +88,7 @@ st.register_type_strategy(
 )
 for record in (InputTensor, Output, StoredPart, ToolReport, Storage, StoredTensor, Layer):
     st.register_type_strategy(record, of_record(record))
-for record in (Card, Interval, LiveStorage, RecordStreamCost, Shortage, StreamShare, GpuEstimate):
+for record in (Card, Interval, LiveStorage, PhasePeak, RecordStreamCost, Shortage, StreamShare, GpuEstimate):
     st.register_type_strategy(record, of_record(record))
 st.register_type_strategy(
     Trace, of_record(Trace, emptied=st.just(()), roots=st.lists(TEXTS, min_size=1, max_size=2).map(tuple))

@@ -12,22 +12,23 @@ import pytest
 import torch
 
 import memsize
-from memsize.analysis.fit.offloaded_parts import offload_layers, offload_models
-from memsize.analysis.model_setups import plans_of
-from memsize.analysis.runner import Runner
-from memsize.api.opened import opened
-from memsize.device.cards import card
-from memsize.device.gpu_estimate import Replays, estimate_gpu
-from memsize.device.phase_peaks import phase_peaks
 from memsize.documents import document
-from memsize.loading.hubs.diffusion import _Tokenizer
 from memsize.records.trace import Event
-from memsize.spec.model_request import ModelRequest
-from memsize.spec.scenario import SCENARIOS
-from memsize.spec.stack import INSTALLED
-from memsize.workloads import Inference
-from memsize.workloads.pipeline_phases import in_phases, phases_of
+from tests.deep import ModelRequest, plans_of
+from tests.gpus import Replays, card, estimate_gpu, phase_peaks
+from tests.models import SCENARIOS
 from tests.records import layer, toy
+from tests.workloads import (
+    INSTALLED,
+    Inference,
+    Runner,
+    _Tokenizer,
+    in_phases,
+    offload_layers,
+    offload_models,
+    opened,
+    phases_of,
+)
 
 diffusers: Any = pytest.importorskip("diffusers")
 transformers: Any = pytest.importorskip("transformers")

@@ -2556,3 +2556,20 @@ def test_progress_counts_no_step_beyond_the_last(tmp_path: Path) -> None:
     steps = [stage.removeprefix("train.py: ") for stage in stages if "step" in stage]
     assert found.steps == 3
     assert steps == ["step 2 of 3", "step 3 of 3", "every step is made, running on to the next forward"]
+
+
+def test_each_script_has_the_modules_beside_it(tmp_path: Path) -> None:
+    """Those of an earlier script of the same process had their names, and a package without `__init__.py` too."""
+    widths = []
+    for width in (8, 16):
+        folder = tmp_path / str(width)
+        (folder / "parts").mkdir(parents=True)
+        (folder / "sizes.py").write_text(f"WIDTH = {width}", encoding="utf-8")
+        (folder / "parts" / "more.py").write_text(f"WIDTH = {width}", encoding="utf-8")
+        (folder / "train.py").write_text(
+            "import sizes, torch\nfrom parts import more\ntorch.ones(sizes.WIDTH * more.WIDTH, device='cuda')\n",
+            encoding="utf-8",
+        )
+        widths.append(memsize.run(folder / "train.py").peak.requested)
+    assert widths == [4 * 8 * 8, 4 * 16 * 16]
+    assert not {"sizes", "parts", "parts.more"} & sys.modules.keys()

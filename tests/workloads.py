@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memsize.analysis.fit.offloaded_parts import offload_layers as offload_layers, offload_models as offload_models
 from memsize.analysis.generation import generator as generator
 from memsize.analysis.generation.generator import (
     Generated as Generated,
@@ -17,9 +18,11 @@ from memsize.analysis.report import (
 )
 from memsize.analysis.runner import Runner as Runner
 from memsize.api.opened import assisted as assisted, model_of as model_of, opened as opened, prompts_of as prompts_of
+from memsize.loading.hubs.diffusion import _Tokenizer as _Tokenizer
 from memsize.ranks.sharding import _chunked as _chunked, each_once as each_once
 from memsize.ranks.strategies import blocks_in_line as blocks_in_line, blocks_of as blocks_of
 from memsize.spec.parallel import on_each as on_each, parse_parallel as parse_parallel
+from memsize.spec.stack import INSTALLED as INSTALLED
 from memsize.workloads import (
     Forward as Forward,
     Inference as Inference,
@@ -29,6 +32,7 @@ from memsize.workloads import (
 )
 from memsize.workloads.generation import GenerationSteps as GenerationSteps
 from memsize.workloads.kv_caches import CachedLayer as CachedLayer, OnGpuWithHost as OnGpuWithHost
+from memsize.workloads.pipeline_phases import in_phases as in_phases, phases_of as phases_of
 from memsize.workloads.training import (
     OwnLoop as OwnLoop,
     StepRepetition as StepRepetition,

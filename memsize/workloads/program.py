@@ -20,6 +20,7 @@ from memsize.device.allocator_config import AllocatorConfig, settings_in
 from memsize.device.cuda_context import cuda_context
 from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import with_type
+from memsize.loading.scope import ImportScope
 from memsize.processes.patches import Patch, assigned, wrapping
 from memsize.processes.user_code import Lines, running_lines, shown
 from memsize.records.program import Assumed, Refused
@@ -355,10 +356,6 @@ def _unless_stopped(show: Callable[[Any], object], args: Any) -> None:
 
 @contextmanager
 def _command_line(path: str, arguments: Sequence[str], module: bool) -> Iterator[None]:
-    search = list(sys.path)
-    sys.path.insert(0, str(Path.cwd() if module else Path(path).resolve().parent))
-    try:
-        with assigned(sys, "argv", [path, *arguments]):
-            yield
-    finally:
-        sys.path[:] = search
+    folder = Path.cwd() if module else Path(path).resolve().parent
+    with ImportScope(folder).entered(), assigned(sys, "argv", [path, *arguments]):
+        yield
