@@ -68,22 +68,6 @@ def _peak(measured: Call) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def _passes(forward: Callable[[], Tensor], mode: str) -> Call:
-    """One measured call in a mode; the graph stays, as the benchmark has it."""
-    if mode == "forward":
-        return forward
-    if mode == "backward":
-        output = forward()
-        gradient = torch.randn_like(output)
-        return lambda: output.backward(gradient, retain_graph=True)
-
-    def full() -> None:
-        result = forward()
-        result.backward(torch.randn_like(result), retain_graph=True)
-
-    return full
-
-
 def _backwards(loss: Callable[[], Tensor], *, retain: bool = False) -> Call:
     def full() -> None:
         result = loss()
@@ -118,7 +102,7 @@ def _gated(batch: int, width: int, inner: int, activation: Callable[[Tensor], Te
         with torch.device("cuda"):
             layer = GatedMlp(width, inner, activation)
         layer = layer.to(torch.bfloat16)
-        return _passes(lambda: layer(x), mode)
+        return liger_experts.passes(lambda: layer(x), mode)
 
     return setup
 
@@ -272,9 +256,9 @@ OPERATORS: Final[Mapping[str, Callable[[Mapping[str, int], str], Call]]] = {
     "rotary-complex": _rotary(complex_turns=True),
     "cross-entropy": lambda config, _: _backwards(liger_losses.cross_entropy(config)),
     "liger-cross-entropy": lambda config, _: _backwards(liger_kernels.cross_entropy(config)),
-    "liger-swiglu": lambda config, mode: _passes(liger_kernels.swiglu(config), mode),
+    "liger-swiglu": lambda config, mode: liger_experts.passes(liger_kernels.swiglu(config), mode),
     "jsd": lambda config, _: _backwards(liger_losses.jsd(config), retain=True),
-    "jsd-tokens": lambda config, mode: _passes(liger_losses.jsd_of_tokens(config), mode),
+    "jsd-tokens": lambda config, mode: liger_experts.passes(liger_losses.jsd_of_tokens(config), mode),
     "jsd-head": lambda config, _: _backwards(liger_losses.jsd_head(config)),
     "total-variation": lambda config, _: _backwards(liger_losses.total_variation(config), retain=True),
     "orpo": lambda config, _: _backwards(liger_losses.preference(config, liger_losses.odds_ratio)),

@@ -81,8 +81,8 @@ def _probe() -> None:
     torch.cuda.empty_cache()
 
 
-def _call(mode: str, forward: Forward) -> Callable[[], object]:
-    """What is timed or measured in a mode; the graph stays."""
+def passes(forward: Forward, mode: str) -> Callable[[], object]:
+    """One call that is timed or measured in a mode; the graph stays, as the benchmark has it."""
     if mode == "forward":
         return forward
     if mode == "backward":
@@ -99,7 +99,7 @@ def _call(mode: str, forward: Forward) -> Callable[[], object]:
 
 def _time(mode: str, forward: Forward, leaves: Sequence[Tensor]) -> None:
     """As ``triton.testing.do_bench``: a call, the buffer, calls that add to the gradients, and calls without any."""
-    call = _call(mode, forward)
+    call = passes(forward, mode)
     call()
     buffer = _Triton.buffer()
     call()
@@ -112,7 +112,7 @@ def _time(mode: str, forward: Forward, leaves: Sequence[Tensor]) -> None:
 
 def _peak(mode: str, forward: Forward) -> int:
     """That of the second of ten calls, and of all that follow."""
-    call = _call(mode, forward)
+    call = passes(forward, mode)
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         call()
