@@ -21,6 +21,8 @@ from tests.records import live_bytes
 MIB = 2**20
 BLAS = 8_519_680
 """cuBLAS's workspace on an A100."""
+OF_CUBLASLT = ("addmm", 2**20)
+"""A workspace of its own, which it has up to PyTorch 2.11."""
 
 
 def ran(tmp_path: Path, code: str) -> Any:
@@ -110,7 +112,8 @@ def test_a_training_step_is_warmed_up_and_then_recorded() -> None:
     backward = [("mm", hidden), ("mm", BLAS), ("mm", weights), ("sum", 256 * 32 * 4), ("mm", weights)]
     for step, copies in enumerate(([], [("copy_", out)], [("copy_", out)]), 1):  # x, and the loss's gradient
         for phase, ops in (("forward", forward), ("backward", backward)):
-            pooled = [(op, size) for op, size, stream in of_phase(trace, f"{phase} {step}") if stream == PRIVATE_POOL]
+            events = [(op, size) for op, size, stream in of_phase(trace, f"{phase} {step}") if stream == PRIVATE_POOL]
+            pooled = [event for event in events if event != OF_CUBLASLT]
             assert pooled[: len(copies + ops)] == [*copies, *ops]
     # Parameters, the input and the loss are outside; the workspace is gone when a graph has ended.
     assert {s.stream for s in trace.storages if s.role in ("parameter", "input")} == {0}
