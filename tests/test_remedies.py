@@ -463,6 +463,15 @@ def test_which_blocks_are_repeated() -> None:
         repeated_blocks(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
 
 
+def test_sequences_in_a_list_are_blocks_where_no_class_repeats() -> None:
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3))
+    assert repeated_blocks(nn.ModuleDict({"blocks": blocks, "head": nn.Linear(8, 2)})) == list(blocks)
+    stages = nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 2))
+    assert repeated_blocks(stages) == list(blocks)
+    with pytest.raises(NotApplicable):
+        repeated_blocks(nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3)))
+
+
 @pytest.mark.thorough
 def test_the_model_is_left_alone() -> None:
     model = Stack()

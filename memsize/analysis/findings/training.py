@@ -68,7 +68,7 @@ def pipeline_phases(evidence: Evidence) -> Iterator[Finding]:
     if not phases:
         return
     peaks = [f"{{phase{number}}} {{peak{number}}}" for number, _ in enumerate(phases)]
-    brief = f"By phase, it peaks at: {', '.join(peaks)}."
+    brief = f"Peak of each phase: {', '.join(peaks)}."
     highest = max(phases, key=lambda phase: phase.requested)
     advice = " During {highest} the weights of other parts take {others}: enable_model_cpu_offload() frees them."
     values: dict[str, object] = {f"phase{number}": phase.phase for number, phase in enumerate(phases)}

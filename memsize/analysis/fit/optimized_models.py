@@ -320,15 +320,22 @@ def _keeping_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The non-leaf modules of one class that stand in lists or sequences: of the class that holds most parameters.
+    Where no other class occurs twice, these are the innermost Sequentials.
 
-    Raises `NotApplicable` where no class occurs twice.
+    Raises `NotApplicable` where there are none either.
     """
     by_class: dict[type, list[nn.Module]] = {}
+    sequences: list[nn.Module] = []
     for container in model.modules():
         if isinstance(container, _CONTAINERS):
             for child in container.children():
-                if not isinstance(child, _CONTAINERS) and any(True for _ in child.children()):
+                if isinstance(child, nn.Sequential) and len(child) > 1:
+                    sequences.append(child)
+                elif not isinstance(child, _CONTAINERS) and any(True for _ in child.children()):
                     by_class.setdefault(type(child), []).append(child)
+    innermost = [child for child in sequences if not any(isinstance(inner, nn.Sequential) for inner in child)]
+    if not any(len(blocks) > 1 for blocks in by_class.values()):
+        by_class = {nn.Sequential: innermost}
     repeated = [blocks for blocks in by_class.values() if len(blocks) > 1]
     if not repeated:
         raise NotApplicable("no module of several layers stands more than once in a list or a sequence")
