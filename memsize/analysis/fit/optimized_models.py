@@ -325,7 +325,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     Raises `NotApplicable` where there are none either.
     """
     by_class: dict[type, list[nn.Module]] = {}
-    sequences: list[nn.Module] = []
+    sequences: list[nn.Sequential] = []
     for container in model.modules():
         if isinstance(container, _CONTAINERS):
             for child in container.children():
@@ -335,7 +335,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
                     by_class.setdefault(type(child), []).append(child)
     innermost = [child for child in sequences if not any(isinstance(inner, nn.Sequential) for inner in child)]
     if not any(len(blocks) > 1 for blocks in by_class.values()):
-        by_class = {nn.Sequential: innermost}
+        by_class = {nn.Sequential: [*innermost]}
     repeated = [blocks for blocks in by_class.values() if len(blocks) > 1]
     if not repeated:
         raise NotApplicable("no module of several layers stands more than once in a list or a sequence")
