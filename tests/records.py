@@ -27,7 +27,7 @@ from memsize.records.byte_ownership import (
     strided_extent as strided_extent,
 )
 from memsize.records.check import CheckedModel as CheckedModel, Figure as Figure, Problem as Problem
-from memsize.records.codec import SCHEMA as SCHEMA, coder as coder, decode as decode, encode as encode
+from memsize.records.codec import coder as coder
 from memsize.records.comparison import Change as Change, Comparison, LayerChange as LayerChange
 from memsize.records.fields import (
     Cell as Cell,

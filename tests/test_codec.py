@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from memsize import StepTrace, Trace
-from memsize.errors import InputError
+from memsize import Trace
 from memsize.records.trace import StoredPart, StoredTensor, TensorSpec, World
 from tests import records
-from tests.records import SCHEMA, decode, encode
 
-KEPT = Path(__file__).parent / "traces"
+encode, decode = records.coder(Trace).write, records.coder(Trace).read
 ALL = pytest.mark.parametrize("trace", [records.toy(), records.structures(), records.failing()])
 
 
@@ -48,31 +46,6 @@ def test_a_field_that_a_file_lacks_takes_its_default() -> None:
     assert decode(data) == records.toy()
 
 
-def as_written_before() -> dict[str, Any]:
-    """The toy's trace as schema 1 had it: no stream, no roots, no world."""
-    data = json.loads(json.dumps(encode(records.toy())))
-    del data["roots"], data["world"]
-    for layer in data["layers"]:
-        del layer["root"]
-    storages = [storage[:7] for storage in data["storages"]]
-    return data | {"schema": "memsize.trace/1", "storages": storages}
-
-
-def test_traces_of_the_first_schema_are_of_one_root_stream_and_process() -> None:
-    back = decode(as_written_before())
-    assert back == records.toy()
-    assert (back.roots, back.world, {s.stream for s in back.storages}) == (("",), World(size=1, rank=0), {0})
-
-
-def test_a_file_of_the_first_schema_still_loads() -> None:
-    """One step of SGD over Linear(8, 4) and ReLU, a sample a batch, as memsize wrote it before schema 2."""
-    step = StepTrace.from_json((KEPT / "schema-1.json").read_text(encoding="utf-8"))
-    # 8·4 + 4 weights and their gradients in float32; the 8 inputs and the target, one int64; two workspaces of cuBLAS
-    roles = {name: step.peak.roles[name] for name in ("parameter", "gradient", "input", "workspace")}
-    assert roles == {"parameter": 144, "gradient": 144, "input": 32 + 8, "workspace": 2 * 8_519_680}
-    assert StepTrace.from_json(step.to_json()) == step
-
-
 def test_streams_roots_and_world_come_back() -> None:
     toy = records.toy()
     storages = tuple(storage._replace(stream=7) for storage in toy.storages)
@@ -89,11 +62,8 @@ def changed(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ([], "found 'list'"),
-        ({}, "found None"),
-        ({"schema": "memsize.trace/0"}, "memsize.trace/0"),
-        ({"schema": "memsize.trace/3"}, "memsize.trace/3"),
-        ({"schema": SCHEMA}, "missing"),
+        ([], "expected the fields of Trace, found []"),
+        ({}, "missing"),
         (changed(batch_size="1"), "expected int, found '1'"),
         (changed(batch_size=True), "expected int, found True"),
         (changed(layers=3), "expected a list, found 3"),
@@ -104,6 +74,5 @@ def changed(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_not_a_trace_is_refused(data: object, says: str) -> None:
-    with pytest.raises(InputError, match="not a memsize trace") as caught:
+    with pytest.raises((TypeError, ValueError), match=re.escape(says)):
         decode(data)
-    assert says in str(caught.value)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from memsize.records.columns import Columns, in_columns, numbers, places
-from memsize.records.trace import Event, Storage
+from memsize.records.trace import Event, Storage, Trace
 from tests.gpus import flow_of
-from tests.records import alive, decode, encode, toy
+from tests.records import alive, coder, toy
 
 OPS = ("cat", "mm", "add")
 EVENTS = st.lists(
@@ -84,5 +84,5 @@ def test_a_file_has_rows(events: list[Event], storages: list[Storage]) -> None:
     storages = [row._replace(layer=min(row.layer, layers - 1), saved_by=-1, line=-1) for row in storages]
     events = [event._replace(layer=min(event.layer, layers - 1)) for event in events if event.storage < len(storages)]
     trace = replace(trace, storages=in_columns(tuple(storages)), events=in_columns(tuple(events)))
-    read = decode(encode(trace))
+    read = coder(Trace).read(coder(Trace).write(trace))
     assert read == trace and type(read.storages) is type(read.events) is tuple

@@ -595,11 +595,6 @@ def test_a_failing_backward_names_the_layer() -> None:
         memsize.trace(model, (4,))
 
 
-def test_a_trace_reads_back_from_its_json() -> None:
-    step = memsize.trace(models.Small(), (3, 32, 32), batch_size=2)
-    assert memsize.StepTrace.from_json(step.to_json()).trace == step.trace
-
-
 def test_what_was_patched_is_as_before() -> None:
     from torch.optim import optimizer as module
 

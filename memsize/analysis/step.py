@@ -4,7 +4,6 @@ the step, or another answer, that a saved run holds.
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections import Counter
@@ -24,7 +23,6 @@ from memsize.errors import BudgetError, InputError, UnknownScenarioError
 from memsize.printable import printable
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.answer import Saveable
-from memsize.records.codec import decode, encode
 from memsize.records.fields import FlatTable
 from memsize.records.finding import moment_in_words
 from memsize.records.generation import GenerationReport
@@ -120,18 +118,6 @@ class StepTrace(Saveable):
     def snapshot(self, path: str | Path) -> None:
         """Write a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens, to `path`."""
         files.write(path, pickled(self.trace, self.config), overwrite=True)
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """The trace as JSON text, also written to `path` when given; `from_json` reads it back."""
-        text = json.dumps(encode(self.trace))
-        if path is not None:
-            files.write(path, text, overwrite=True)
-        return text
-
-    @classmethod
-    def from_json(cls, text: str) -> StepTrace:
-        """The trace that `to_json` wrote, on the default card."""
-        return cls(decode(json.loads(text)))
 
     def _repr_html_(self) -> str:
         return self.as_timeline()._repr_html_()

@@ -20,19 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from memsize.errors import InputError
 from memsize.records.schema import LARGEST, AtLeast, Index, Name, NotEmpty
-from memsize.records.trace import Trace
 from memsize.units import Bytes
 
-SCHEMA = "memsize.trace/2"
-"""The schema that `encode` writes. /2 added the streams of storages, the roots, and the world."""
-READ = ("memsize.trace/1", SCHEMA)
-"""The schemas that `decode` reads."""
-
-R = TypeVar("R")
 Convert = Callable[[Any], Any]
 
 
@@ -56,40 +48,10 @@ class Coder(NamedTuple):
     references: tuple[Reference, ...] = ()
 
 
-def encode(trace: Trace) -> dict[str, Any]:
-    """`trace` as dicts, lists, strings, integers, booleans and None, ready for `json.dump`."""
-    return {"schema": SCHEMA, **coder(Trace).write(trace)}
-
-
-def decode(data: object) -> Trace:
-    """The trace that `data` encodes; raises `InputError` when it is not a trace of a version in `READ`."""
-    return read_object(data, Trace, "trace", READ)
-
-
-def read_object(data: object, record: type[R], noun: str, schemas: Sequence[str]) -> R:
-    """The `record` that an object encodes beside its schema, which is one of `schemas`, the newest last.
-
-    Raises `InputError`, which calls it a memsize `noun`, where it encodes none.
-    """
-    actual = data.get("schema") if isinstance(data, dict) else type(data).__name__
-    if not isinstance(data, dict) or actual not in schemas:
-        raise InputError(f"not a memsize {noun}: expected schema {schemas[-1]!r}, found {actual!r}")
-    try:
-        value: R = reader(record)({key: value for key, value in data.items() if key != "schema"})
-    except (TypeError, ValueError) as error:
-        raise InputError(f"not a memsize {noun}: {error}") from error
-    return value
-
-
 def plain(record: Any) -> Any:
     """A frozen record as dicts, lists and scalars."""
     kind: Any = type(record)
     return coder(kind).write(record)
-
-
-def reader(hint: Any) -> Convert:
-    """Return a function from plain data to a value of the annotated type `hint`; it raises TypeError or ValueError."""
-    return coder(hint).read
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, NamedTuple
 from memsize import files
 from memsize.errors import InputError
 from memsize.printable import shortened
-from memsize.records.codec import plain, read_object
+from memsize.records.codec import coder, plain
 
 
 class OpLocation(NamedTuple):
@@ -220,7 +220,14 @@ def encode(saved: SavedMeasurements) -> dict[str, Any]:
 
 def decode(data: object) -> SavedMeasurements:
     """The measurements that `data` encodes; raises `InputError` when it holds none of this version."""
-    return read_object(data, SavedMeasurements, "measurement", (SCHEMA,))
+    schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    if not isinstance(data, dict) or schema != SCHEMA:
+        raise InputError(f"not a memsize measurement: expected schema {SCHEMA!r}, found {schema!r}")
+    try:
+        saved: SavedMeasurements = coder(SavedMeasurements).read({key: data[key] for key in data if key != "schema"})
+    except (TypeError, ValueError) as error:
+        raise InputError(f"not a memsize measurement: {error}") from error
+    return saved
 
 
 def read(path: str | Path) -> SavedMeasurements:
