@@ -16,7 +16,7 @@ from typing import Final
 
 from memsize.analysis.verify.alignment import align
 from memsize.errors import InputError
-from memsize.records.codec import plain, reader
+from memsize.records.codec import coder, plain
 from memsize.records.measurement import AllocationLog, Measurement, Peaks, SoftwareStack
 from memsize.records.verification import AllocationDifference, Prediction, VerifiedRun
 
@@ -145,7 +145,7 @@ def read(path: Path) -> Truth:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.get("schema") != SCHEMA:
             raise ValueError(f"expected schema {SCHEMA!r}, found {data.get('schema')!r}")
-        truth: Truth = reader(Truth)({name: value for name, value in data.items() if name != "schema"})
+        truth: Truth = coder(Truth).read({name: value for name, value in data.items() if name != "schema"})
     except (AttributeError, TypeError, ValueError) as error:
         raise InputError(f"{path.name} holds no measured truth: {error}") from error
     return truth
