@@ -4,8 +4,10 @@ of the same family, and what their papers measured.
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,109 @@ def test_the_third_flash_attention_takes_packed_heads_and_rows_of_sequences(figu
     out = 2 * 2048 * 8 * 96
     assert forward == out + 4 * 8 * 2048
     assert most == forward + 3 * out + 4 * 8 * (2048 + 3 * 64) * (2 + 96)  # blocks of 64 rows for wide heads
+
+
+COMPILED = """
+import json, torch
+from flash_attn import flash_attn_func as second
+from flash_attn_interface import flash_attn_func as third
+class Layer(torch.nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.parts = torch.nn.Linear(256, 768, bias=False, device="cuda", dtype=torch.bfloat16)
+        self.attention = attention
+    def forward(self, x):
+        parts = self.parts(torch.nn.functional.rms_norm(x, (256,))).view(2, 1024, 3, 4, 64)
+        return x + self.attention(*parts.unbind(2), causal=True).flatten(2).relu().square()
+def native(q, k, v, causal):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+figures = []
+for attention in native, second, third:
+    layer = torch.compile(Layer(attention), fullgraph=True)
+    x = torch.empty(2, 1024, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        for _ in range(2):
+            layer.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            loss = layer(x).sum()
+            after = torch.cuda.memory_allocated() - before
+            loss.backward()
+    figures += [after, torch.cuda.max_memory_allocated() - before]
+    del layer, loss
+print(json.dumps(figures))
+"""
+
+
+@pytest.mark.thorough
+def test_compiled_flash_attention_is_like_that_of_pytorch(figures: Figures) -> None:
+    """One graph, as `fullgraph` wants it, in which the kernels of forward and backward are operators."""
+    (kept, most, kept_by_second, most_by_second, kept_by_third, most_by_third), _ = figures(COMPILED, "")
+    states, sums = 1024, 4 * 2 * 4 * 1024  # of random numbers; the third has another sum of each row
+    assert kept - states <= kept_by_third <= kept_by_second <= kept
+    assert abs(most_by_second - most) <= states
+    assert abs(most_by_third - (most + sums)) <= states
+
+
+# -- kernels of the Hub ------------------------------------------------------------------------------------------------
+
+KERNELS = """
+def get_kernel(repo_id, *, revision=None, version=None, **options):
+    raise FileNotFoundError(f"{repo_id} cannot be reached\\nmore")
+def has_kernel(repo_id, **options):
+    raise FileNotFoundError(repo_id)
+"""
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The package `kernels`, to which the Hub cannot be reached."""
+    package = tmp_path / "site"
+    (package / "kernels").mkdir(parents=True)
+    (package / "kernels" / "__init__.py").write_text(KERNELS)
+    monkeypatch.syspath_prepend(str(package))
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)
+    yield lambda: importlib.import_module("kernels")
+    sys.modules.pop("kernels", None)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_attention_of_the_hub_is_that_of_its_package(figures: Figures) -> None:
+    shapes = "(2, 1024, 8, 64), (2, 1024, 2, 64), (2, 1024, 2, 64)"
+    hub = """
+from kernels import get_kernel, has_kernel
+assert has_kernel("kernels-community/flash-attn3", version=1)
+third = get_kernel("varunneal/flash-attention-3").flash_attn_interface.flash_attn_func
+second = get_kernel("kernels-community/flash-attn2", version=1).flash_attn_func
+"""
+    for name, package in (("third", HOPPER), ("second", "second = flash_attn_func\n")):
+        expected, _ = figures(ATTENTION + package, f"measured({name}, {shapes})")
+        of_hub, answer = figures(ATTENTION + hub, f"measured({name}, {shapes})")
+        assert of_hub == expected
+        assert any("kernels-community/flash-attn2" in note and "simulated" in note for note in answer.trace.notes)
+
+
+def test_a_kernel_of_the_hub_that_cannot_be_loaded_is_named(tmp_path: Path, kernels: Any) -> None:
+    package = kernels()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, kernels\n"
+        "torch.ones(8, device='cuda')\n"
+        "assert not kernels.has_kernel('kernels-community/flash-attn3')\n"
+        "try:\n    kernels.get_kernel('me/mine', version=1)\nexcept FileNotFoundError:\n    pass\n"
+        "for name in 'kernels-community/flash-attn2', 'kernels-community/causal-conv1d':\n"
+        "    try:\n        kernels.get_kernel(name)\n        print('there is', name)\n"
+        "    except RuntimeError as error:\n        print(error)\n"
+    )
+    notes = memsize.run(script, gpu="t4").trace.notes
+    failed = next(note for note in notes if "me/mine" in note)
+    assert "FileNotFoundError: me/mine cannot be reached" in failed
+    assert "more" not in failed
+    assert any("kernels-community/causal-conv1d" in note for note in notes)
+    assert not any("flash-attn2" in note for note in notes)  # no kernel for a T4
+    with pytest.raises(FileNotFoundError):  # outside of the run, the package is its own
+        package.get_kernel("kernels-community/flash-attn2")
 
 
 # -- state spaces ------------------------------------------------------------------------------------------------------

@@ -41,13 +41,22 @@ from memsize.tracing.named_devices import named_gpu
 from memsize.tracing.overrides import Compiles, compilation
 from memsize.tracing.run import Run
 
-_PACKAGE: Final = f"{Path(__file__).parents[1]}/"
+_PACKAGE: Final = Path(__file__).parents[1]
+_PACKAGES: Final = _PACKAGE / "virtual" / "packages"
+_TRACED: Final = {_PACKAGES / "flash_attn.py", _PACKAGES / "flash_attn_3.py"}
+"""Simulated packages that Dynamo traces, as it does the real ones, whose kernels are operators."""
+_SKIPPED: Final = [
+    str(path)
+    for folder in (_PACKAGE, _PACKAGES.parent, _PACKAGES)
+    for path in folder.iterdir()
+    if path not in {_PACKAGES.parent, _PACKAGES, *_TRACED}
+]
 
 
 @contextmanager
 def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None]:
     """While open, `torch.compile` compiles with `compiler`; afterwards nothing of it is left."""
-    trace_rules.SKIP_DIRS.append(_PACKAGE)
+    trace_rules.SKIP_DIRS.extend(_SKIPPED)
     trace_rules._recompile_re()
     patches: list[Patch] = [
         wrapping(CatchErrorsWrapper, "__call__", _traced),
@@ -71,7 +80,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
             yield
             compiler.conclude()
     finally:
-        trace_rules.SKIP_DIRS.remove(_PACKAGE)
+        del trace_rules.SKIP_DIRS[-len(_SKIPPED) :]
         trace_rules._recompile_re()
         dynamo.reset()
 

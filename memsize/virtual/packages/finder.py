@@ -13,7 +13,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-from memsize.processes.patches import LatePatches
+import torch
+
+from memsize.errors import first_line
+from memsize.processes.patches import LatePatches, wrapping
 from memsize.processes.user_code import is_library
 from memsize.virtual.packages import (
     apex,
@@ -44,12 +47,31 @@ _MODULES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """The names in each simulated module."""
 _NOTE: Final = "{} is not installed: its functions are simulated, by what their kernels allocate, save and return"
+_HUB_KERNELS: Final[Mapping[str, str]] = {
+    "kernels-community/flash-attn": "flash_attn",
+    "kernels-community/flash-attn2": "flash_attn",
+    "kernels-community/flash-attn3": "flash_attn_interface",
+    "kernels-community/vllm-flash-attn3": "flash_attn_interface",
+    "varunneal/flash-attention-3": "flash_attn_interface",
+    "kernels-community/causal-conv1d": "causal_conv1d",
+    "kernels-community/mamba-ssm": "mamba_ssm",
+}
+"""The simulated package with the functions of each repository that the package `kernels` loads from the Hub."""
+_AMPERE: Final = (8, 0)
+"""The least compute capability of FlashAttention."""
 _FLASH: Final = "transformers.modeling_flash_attention_utils"
 """The module of transformers that imports flash_attn for a model that asks for it."""
 _TRL: Final = "trl.generation.vllm_generation"
 """The module of TRL that generates by vLLM for a trainer that asks for it."""
 
-ASKING: Final = (_FLASH, _TRL)
+_HUB_OF_TRANSFORMERS: Final = "transformers.integrations.hub_kernels"
+"""The module of transformers that loads kernels of the Hub."""
+_HUB_NOTE: Final = "{} of the Hub is simulated, by what its kernels allocate, save and return"
+_NO_KERNEL: Final = (
+    "the kernel {} of the Hub could not be loaded ({}: {}): the figures are those of what the script does without it"
+)
+
+ASKING: Final = (_FLASH, _TRL, "kernels", _HUB_OF_TRANSFORMERS)
 """Modules whose names are replaced once they are imported."""
 
 
@@ -90,7 +112,35 @@ class SimulatedPackages(MetaPathFinder):
                 yield module, "SamplingParams", vllm.SamplingParams
                 yield module, "LLM", self._noted_server
 
-        return {_FLASH: installed, _TRL: serving}
+        def of_hub(module: Any) -> Iterator[tuple[Any, str, Any]]:
+            yield wrapping(module, "get_kernel", self._hub_kernel)
+            yield wrapping(module, "has_kernel", self._has_hub_kernel)
+
+        def of_transformers(module: Any) -> Iterator[tuple[Any, str, Any]]:
+            if hasattr(module, "get_kernel_hub"):  # where `kernels` is installed
+                yield wrapping(module, "get_kernel_hub", self._hub_kernel)
+
+        return {_FLASH: installed, _TRL: serving, "kernels": of_hub, _HUB_OF_TRANSFORMERS: of_transformers}
+
+    def _hub_kernel(self, original: Callable[..., Any], repo_id: str, *args: Any, **options: Any) -> Any:
+        """Load a kernel of the Hub: the simulated one, where it is known."""
+        if self not in sys.meta_path:  # transformers keeps the function beyond the run
+            return original(repo_id, *args, **options)
+        if repo_id in _HUB_KERNELS:
+            if not _runs_on_gpu(repo_id):
+                raise RuntimeError(f"{repo_id} has no build for GPUs of a compute capability below 8.0")
+            self._note(_HUB_NOTE.format(repo_id))
+            return _module(_HUB_KERNELS[repo_id])
+        try:
+            return original(repo_id, *args, **options)
+        except Exception as error:
+            self._note(_NO_KERNEL.format(repo_id, type(error).__name__, first_line(error)))
+            raise
+
+    def _has_hub_kernel(self, original: Callable[..., Any], repo_id: str, *args: Any, **options: Any) -> Any:
+        if self not in sys.meta_path or repo_id not in _HUB_KERNELS:
+            return original(repo_id, *args, **options)
+        return _runs_on_gpu(repo_id)
 
     def _noted_server(self, *args: Any, **options: Any) -> vllm.LLM:
         self._note(_NOTE.format("vllm"))
@@ -103,8 +153,25 @@ class SimulatedPackages(MetaPathFinder):
         return ModuleSpec(name, _SimulatedLoader(), is_package=True)
 
 
+def _runs_on_gpu(repo_id: str) -> bool:
+    return "flash" not in repo_id or torch.cuda.get_device_capability() >= _AMPERE
+
+
 class _SimulatedModule(ModuleType):
     pass
+
+
+def _module(package: str) -> ModuleType:
+    """A simulated package as a module that is not imported, with its submodules as attributes."""
+    module = _SimulatedModule(package)
+    vars(module).update(_MODULES[package])
+    for name in _MODULES:
+        parent, _, own = name.rpartition(".")
+        if parent == package:
+            setattr(module, own, _module(name))
+    if package == "flash_attn_interface":  # the kernel's package has its file under this name
+        vars(module)[package] = module
+    return module
 
 
 class _SimulatedLoader(Loader):

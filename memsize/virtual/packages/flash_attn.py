@@ -21,38 +21,67 @@ _WIDTHS: Final = 8
 """Heads are padded to a multiple of this width."""
 
 
+@torch.library.custom_op(
+    "memsize::flash_attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)",
+)
+def _forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, a sum of each row, and the state of the random numbers: like the package's own, one operator of a
+    graph that torch.compile traces.
+    """
+    sums = query.new_empty((*query.shape[:-3], query.shape[-2], query.shape[-3]), dtype=torch.float32)
+    return torch.empty_like(query), sums, query.new_empty((2,), dtype=torch.int64)
+
+
+_forward.register_fake(_forward._init_fn)
+
+
+@torch.library.custom_op(
+    "memsize::flash_attention_backward",
+    mutates_args=("gradients",),
+    schema="(Tensor(a!)[] gradients, Tensor of_out, Tensor[] saved, Tensor? lengths) -> ()",
+)
+def _backward(gradients: list[Tensor], of_out: Tensor, saved: list[Tensor], lengths: Tensor | None) -> None:
+    """Take what the kernels of the backward do beside the gradients that they write."""
+    query, key, *_ = saved
+    heads, rows, width = query.shape[-2], query.shape[-3], query.shape[-1]
+    rows = -(-rows // _BLOCK) * _BLOCK if lengths is None else rows + _BLOCK * (len(lengths) - 1)
+    rounded = -(-width // 32) * 32 if width <= 192 else 256
+    dots = query.new_empty((*query.shape[:-3], heads, rows), dtype=torch.float32)
+    sum_of_query = query.new_empty((*query.shape[:-3], rows, heads, rounded), dtype=torch.float32)
+    shared = key.shape[-2] != heads
+    by_head = [key.new_empty((*key.shape[:-2], heads, width)) for _ in range(2)] if shared else []
+    del dots, sum_of_query, by_head
+
+
+_backward.register_fake(lambda *_: None)
+
+
 class _Attention(torch.autograd.Function):
     """Attention of tensors ``[…, heads, width]``: three, a query and packed keys and values, or one that packs all."""
 
     @staticmethod
-    def forward(ctx: Any, lengths: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, lengths: Tensor | None, sums_too: bool, *tensors: Tensor) -> Any:
         query, key, value = _padded(tensors)
-        heads = query.shape[-2]
-        out = torch.empty_like(query)
-        sums = query.new_empty((*query.shape[:-3], heads, query.shape[-3]), dtype=torch.float32)
-        state = query.new_empty((2,), dtype=torch.int64)
+        out, sums, state = _forward(query, key, value)
         ctx.save_for_backward(query, key, value, out, sums, state, lengths)
         ctx.shapes = [tensor.shape for tensor in tensors]
-        ctx.mark_non_differentiable(sums)
-        ctx.set_materialize_grads(False)
-        return out[..., : tensors[0].shape[-1]], sums
+        cut = out[..., : tensors[0].shape[-1]]
+        return (cut, sums) if sums_too else cut
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
-        query, key, value, out, sums, _, lengths = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
+        *saved, lengths = ctx.saved_tensors
+        query = saved[0]
         width = query.shape[-1]
         gradients = [query.new_empty((*shape[:-1], width)) for shape in ctx.shapes]
         padded = gradient if gradient.shape[-1] == width else functional.pad(gradient, [0, width - gradient.shape[-1]])
         padded = padded if padded.stride(-1) == 1 else padded.contiguous()
-        heads, rows = query.shape[-2], query.shape[-3]
-        rows = -(-rows // _BLOCK) * _BLOCK if lengths is None else rows + _BLOCK * (len(lengths) - 1)
-        rounded = -(-width // 32) * 32 if width <= 192 else 256
-        dots = query.new_empty((*query.shape[:-3], heads, rows), dtype=torch.float32)
-        sum_of_query = query.new_empty((*query.shape[:-3], rows, heads, rounded), dtype=torch.float32)
-        shared = key.shape[-2] != heads
-        by_head = [key.new_empty((*key.shape[:-2], heads, width)) for _ in range(2)] if shared else []
-        del dots, sum_of_query, by_head, padded, value, out, sums
-        return None, *(tensor[..., : shape[-1]] for tensor, shape in zip(gradients, ctx.shapes, strict=True))
+        _backward(gradients, padded, saved, lengths)
+        del padded
+        cut = (tensor[..., : shape[-1]] for tensor, shape in zip(gradients, ctx.shapes, strict=True))
+        return None, None, *cut
 
 
 def _padded(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -70,8 +99,9 @@ def _attended(tensors: tuple[Tensor, ...], lengths: Tensor | None, options: Mapp
     if tensors[0].dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     tensors = tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
-    out, sums = _Attention.apply(lengths, *tensors)  # type: ignore[no-untyped-call]
-    return (out, sums, None) if options.get("return_attn_probs") else out
+    sums_too = bool(options.get("return_attn_probs"))
+    results: Any = _Attention.apply(lengths, sums_too, *tensors)  # type: ignore[no-untyped-call]
+    return (*results, None) if sums_too else results
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> Any:

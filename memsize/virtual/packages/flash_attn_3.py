@@ -39,45 +39,71 @@ def columns_per_block(width: int, capability: tuple[int, int]) -> int:
     return smaller.get(width, 128)
 
 
+@torch.library.custom_op(
+    "memsize::flash_attention_3", mutates_args=(), schema="(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)"
+)
+def _forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The output, and a sum of each row: like the package's own, one operator of a graph that torch.compile traces."""
+    dtype = query.dtype if query.dtype in _HALVES else torch.bfloat16
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=dtype)
+    sums = query.new_empty((*query.shape[:-3], query.shape[-2], query.shape[-3]), dtype=torch.float32)
+    return out, sums
+
+
+_forward.register_fake(_forward._init_fn)
+
+
+@torch.library.custom_op(
+    "memsize::flash_attention_3_backward",
+    mutates_args=("gradients",),
+    schema="(Tensor(a!)[] gradients, Tensor of_out, Tensor[] saved, Tensor? begins, bool causal, bool softcap) -> ()",
+)
+def _backward(
+    gradients: list[Tensor], of_out: Tensor, saved: list[Tensor], begins: Tensor | None, causal: bool, softcap: bool
+) -> None:
+    """Take what the kernels of the backward do beside the gradients that they write."""
+    query, key, value, *_ = saved
+    width = next(padded for padded in _WIDTHS if max(query.shape[-1], value.shape[-1]) <= padded)
+    capability = torch.cuda.get_device_capability()
+    rows = rows_per_block(width, capability, causal, softcap)
+    batch, heads = query.shape[:-3], query.shape[-2]
+    queries = _padded(query.shape[-3], rows, begins)
+    dots = [query.new_empty((*batch, heads, queries), dtype=torch.float32) for _ in range(2)]
+    scratch = [query.new_empty((*batch, heads, queries * width), dtype=torch.float32)]
+    if key.shape[-2] != heads:
+        keys = _padded(key.shape[-3], columns_per_block(width, capability), begins)
+        scratch += [query.new_zeros((*batch, key.shape[-2], keys, width), dtype=torch.float32) for _ in range(2)]
+    del dots, scratch
+
+
+_backward.register_fake(lambda *_: None)
+
+
 class _Attention(torch.autograd.Function):
     """Attention of ``[batch, length, heads, width]``, or of ``[tokens, heads, width]`` with where sequences begin."""
 
     @staticmethod
-    def forward(ctx: Any, options: Mapping[str, Any], begins: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, options: Mapping[str, Any], begins: tuple[Any, ...], *tensors: Tensor) -> Any:
         query, key, value = _parts(tensors, options)
-        dtype = query.dtype if query.dtype in _HALVES else torch.bfloat16
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=dtype)
-        sums = query.new_empty((*query.shape[:-3], query.shape[-2], query.shape[-3]), dtype=torch.float32)
+        out, sums = _forward(query, key, value)
         ctx.save_for_backward(query, key, value, out, sums, *begins)
         ctx.options, ctx.shapes = options, [tensor.shape for tensor in tensors]
-        ctx.mark_non_differentiable(sums)
-        ctx.set_materialize_grads(False)
-        return out, sums
+        return (out, sums) if options.get("return_attn_probs") else out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
-        query, key, value, out, sums, *begins = ctx.saved_tensors
-        gradients = [query.new_empty(shape) for shape in ctx.shapes]
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
+        saved, begins = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        gradients = [saved[0].new_empty(shape) for shape in ctx.shapes]
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-        width = next(padded for padded in _WIDTHS if max(query.shape[-1], value.shape[-1]) <= padded)
         causal = bool(ctx.options.get("causal") or max(ctx.options.get("window_size", (-1, -1))) >= 0)
-        capability = torch.cuda.get_device_capability()
-        rows = rows_per_block(width, capability, causal, bool(ctx.options.get("softcap")))
-        columns = columns_per_block(width, capability)
-        batch, heads = query.shape[:-3], query.shape[-2]
-        queries = _padded(query.shape[-3], rows, begins)
-        dots = [query.new_empty((*batch, heads, queries), dtype=torch.float32) for _ in range(2)]
-        scratch = [query.new_empty((*batch, heads, queries * width), dtype=torch.float32)]
-        if key.shape[-2] != heads:
-            keys = _padded(key.shape[-3], columns, begins)
-            scratch += [query.new_zeros((*batch, key.shape[-2], keys, width), dtype=torch.float32) for _ in range(2)]
-        del dots, scratch, gradient, out, sums
+        softcap = bool(ctx.options.get("softcap"))
+        _backward(gradients, gradient, [*saved], begins[0] if begins else None, causal, softcap)
         return None, None, *gradients
 
 
-def _padded(length: int, block: int, begins: list[Any]) -> int:
-    if begins:
-        length += block * (len(begins[0]) - 1)
+def _padded(length: int, block: int, begins: Tensor | None) -> int:
+    if begins is not None:
+        length += block * (len(begins) - 1)
     return -(-length // block) * block
 
 
@@ -92,15 +118,14 @@ def _parts(tensors: tuple[Tensor, ...], options: Mapping[str, Any]) -> tuple[Ten
 
 
 def _attended(tensors: tuple[Tensor, ...], begins: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    if torch.cuda.get_device_capability() < (8, 0):
+    if not torch.compiler.is_compiling() and torch.cuda.get_device_capability() < (8, 0):
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     if tensors[0].dtype not in (*_HALVES, torch.float8_e4m3fn):
         raise RuntimeError("FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
     if tensors[0].shape[-1] % (_ALIGNED if tensors[0].dtype in _HALVES else 2 * _ALIGNED):
         raise RuntimeError(f"head_size should be a multiple of {_ALIGNED}")
     tensors = tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
-    out, sums = _Attention.apply(options, begins, *tensors)  # type: ignore[no-untyped-call]
-    return (out, sums) if options.get("return_attn_probs") else out
+    return _Attention.apply(options, begins, *tensors)  # type: ignore[no-untyped-call]
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any = None, causal: bool = False, **_: Any) -> Any:
