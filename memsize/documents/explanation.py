@@ -24,7 +24,7 @@ MOST_PLACES: Final = 12
 
 _MOMENTS: Final = {
     "out of memory": "when memory ran out",
-    "peak": "at the peak of the history",
+    "peak": "at the peak",
     "end": "when the snapshot was taken",
 }
 
@@ -66,22 +66,24 @@ class ExplanationDocument(Document[Explanation]):
         total = ("total", Bytes(explanation.requested), Share(1.0), blocks, predicted, off, None)
         caption = f"What was alive {_MOMENTS[explanation.moment]}"
         if explanation.predicted and explanation.predicted.is_snapshot:
-            fields = fields.titled(predicted="there").hinted(predicted=f"live bytes in {explanation.predicted.model}")
+            fields = fields.titled(predicted="before").hinted(predicted=f"live bytes in {explanation.predicted.model}")
         table = Table.of("alive", "Alive", fields, explanation.alive, explanation, total=total, caption=caption)
-        table = table if len({entry.how for entry in explanation.alive}) > 1 else table.without("how")
+        table = table if len({entry.how for entry in explanation.alive if entry.blocks}) > 1 else table.without("how")
         return table if explanation.predicted else table.without("predicted", "difference")
+
+    def in_short(self) -> Title:
+        explanation = self.answer
+        segments = (Bytes(explanation.requested), "in tensors,", Bytes(explanation.reserved_then), "reserved")
+        return Title(explanation.snapshot, ((_MOMENTS[explanation.moment] + ":", *segments),))
 
     def sections(self) -> tuple[Section, ...]:
         explanation = self.answer
-        segments = (Bytes(explanation.requested), "in tensors,", Bytes(explanation.reserved_then), "reserved")
+        by_place, other = _place_table(explanation), explanation.predicted
         return (
-            Title(
-                explanation.snapshot, ((f"GPU {explanation.device}",), (_MOMENTS[explanation.moment] + ":", *segments))
-            ),
+            Title(explanation.snapshot, ((f"GPU {explanation.device}",),)),
             *self.opening(),
             *self.reasons(),
-            self._alive_table,
-            _place_table(explanation),
+            *((self._alive_table, by_place) if other and not other.is_snapshot else (by_place, self._alive_table)),
             _reserved_table(explanation),
             *listed("Notes", explanation.notes),
         )

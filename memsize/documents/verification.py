@@ -61,11 +61,13 @@ class VerificationDocument(Document[Verification]):
         worst = max(shared, key=lambda comparison: abs(comparison.share or 0))
         text = "Every measured figure equals the prediction or lies within its bounds."
         if worst.share:
-            text = "{figure} has the largest error, {share}: {predicted} predicted, {measured} measured."
+            between = "{predicted} to {most}" if worst.predicted.high > worst.predicted.low else "{predicted}"
+            text = f"{{figure}} has the largest error, {{share}}: {between} predicted, {{measured}} measured."
         values = {
             "figure": worst.figure.capitalize(),
             "share": f"{worst.share or 0:+.2%}".replace("-", "−"),
-            "predicted": Bytes(worst.predicted[0]),
+            "predicted": Bytes(worst.predicted.low),
+            "most": Bytes(worst.predicted.high),
             "measured": Bytes(worst.measured or 0),
         }
         accuracy, alignment = Finding("accuracy", text, values), self.answer.alignment
@@ -139,9 +141,3 @@ def _notes(verification: Verification) -> Iterator[str]:
         if seen.device is not None:
             yield f"memory of the device{when} as reported by {seen.device.source}"
         yield from run.prediction.notes
-    alignment = verification.alignment
-    if alignment is not None:
-        yield (
-            f"of {alignment.real:,} allocations in the last step, {alignment.predicted:,} were predicted and "
-            f"{alignment.matched:,} matched"
-        )

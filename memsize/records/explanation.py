@@ -193,7 +193,7 @@ ALIVE_FIELDS: Final = Fields[Alive](
 
 PLACE_FIELDS: Final = Fields[Place](
     field("bytes", "holds", BYTES, 100, "live bytes of all its blocks"),
-    field("before", "there", BYTES, 98, "live bytes of the same in the other snapshot", nullable=True),
+    field("before", "before", BYTES, 98, "live bytes of the same in the other snapshot", nullable=True),
     shown("growth", "difference", SIGNED, 97, "found beyond the other snapshot"),
     field("blocks", "blocks", COUNT, 90, "how many blocks"),
     field("largest", "largest", BYTES, 70, "the largest of them"),

@@ -172,9 +172,9 @@ def _alive(live: Iterable[tuple[Life, Category]], predicted_roles: Mapping[str, 
         total = categories.get(name, Alive(name, bytes=0, blocks=0, how=how))
         weakest = max(total.how, how, key=_CERTAINTY.index)
         categories[name] = total._replace(bytes=total.bytes + life.bytes, blocks=total.blocks + 1, how=weakest)
-    for role, size in predicted_roles.items():
+    for role in predicted_roles.keys() | (categories.keys() - {*UNKNOWN} if predicted_roles else set()):
         of_role = categories.get(role, Alive(role, bytes=0, blocks=0, how="unknown"))
-        categories[role] = of_role._replace(predicted=size)
+        categories[role] = of_role._replace(predicted=predicted_roles.get(role, 0))
     return [categories[name] for name in (*ROLES, *UNKNOWN) if name in categories]
 
 
@@ -230,7 +230,7 @@ def _what_happened(explanation: Explanation) -> Iterator[Finding]:
         values |= sizes(bytes=failed.bytes, free=failed.free) | {"times": failed.times}
         yield Finding("snapshot-out-of-memory", text, values, bytes=failed.bytes)
     elif explanation.moment == "peak":
-        text = "The peak of the recorded history was {requested}{at}; {left} were alive at the end."
+        text = "At the peak{at}, tensors held {requested} of {reserved} reserved; {left} were alive at the end."
         values |= {"at": f", at {line}" if line else "", "left": Bytes(explanation.reserved.requested)}
         yield Finding("snapshot-peak", text, values, bytes=explanation.requested)
     else:
@@ -295,7 +295,10 @@ def _fragmentation(explanation: Explanation) -> Iterator[Finding]:
             template = "Fragmentation is not the cause: only {free} are free inside reserved segments."
             yield Finding("snapshot-not-fragmented", template, values, bytes=free)
     elif reserved.bytes and reserved.pieces >= reserved.bytes * _WORTH_TELLING:
-        template = "{pieces} of the {reserved} reserved are free but fragmented; the largest free block is {largest}."
+        template = (
+            "At the end, {pieces} of the {reserved} reserved are free but fragmented; "
+            "the largest free block is {largest}."
+        )
         values |= {"pieces": Bytes(reserved.pieces)}
         yield Finding("snapshot-fragmented", template, values, bytes=reserved.pieces)
 
@@ -319,9 +322,12 @@ def _predicted(explanation: Explanation) -> Iterator[Finding]:
     off = explanation.predicted.requested - explanation.requested
     gaps = [category for category in explanation.alive if category.predicted is not None]
     widest = max(gaps, key=lambda category: abs(category.bytes - (category.predicted or 0)), default=None)
+    share = signed_share(explanation.requested, explanation.predicted.requested)
     template = "The prediction for {model} is {predicted}, {share} compared with the snapshot"
+    if share.endswith("0.0%"):
+        template = "The prediction for {model} is {predicted}, as in the snapshot"
     values = {"predicted": Bytes(explanation.predicted.requested), "model": explanation.predicted.model}
-    values |= {"share": signed_share(explanation.requested, explanation.predicted.requested)}
+    values |= {"share": share}
     if widest is not None and abs(off) >= explanation.requested * _WORTH_TELLING:
         template += "; the widest gap is in {noun}, {there} predicted and {here} found"
         values |= {"noun": noun(widest.category), "there": Bytes(widest.predicted or 0)}
@@ -336,13 +342,13 @@ def _other_snapshot(explanation: Explanation) -> Iterator[Finding]:
         return
     off = explanation.requested - other.requested
     widest = next(iter(explanation.places), None)
-    template = "{other} held {there}, and this snapshot holds {here}"
+    template = "Tensors held {here}, as in {other}"
     values = {"other": other.model, "there": Bytes(other.requested), "here": Bytes(explanation.requested)}
-    if off and other.requested:
-        template += " ({share})"
+    if off:
+        template = "Tensors held {here} instead of the {there} in {other} ({share})"
         values["share"] = signed_share(other.requested, explanation.requested)
     if widest is not None and widest.growth:
-        template += "; the widest difference is at {at}: {before} → {after}"
-        values |= {"at": widest.line or noun(widest.category)}
+        template += "; the widest difference is {at}: {before} → {after}"
+        values |= {"at": f"at {widest.line}" if widest.line else f"in {noun(widest.category)}"}
         values |= {"before": Bytes(widest.before or 0), "after": Bytes(widest.bytes)}
     yield Finding("snapshot-compared", template + ".", values, bytes=off)
