@@ -921,6 +921,15 @@ def test_what_does_not_depend_on_the_batch_is_too_much() -> None:
     assert "more than PyTorch can use" in cost.text()
     refused = next(finding for finding in fit.findings if finding.code == "fit-refused")
     assert "batch 1" in refused.text() and "more than 1 value per channel" in refused.text()
+    # The remedies are those of the smallest size that runs.
+    assert fit.remedied is not None and fit.remedied.size == 2 and fit.remedied.smaller is None
+    assert {"remedy-none", "remedy-enough", "remedy-combination"} & {*codes}
+
+
+def test_an_endless_fit_has_no_column_for_where_it_ends() -> None:
+    fit = fit_of(nn.ReLU(), "4", train=None, scenarios="fp32,int8-weight")
+    shown = render(fit, "text", width=100)
+    assert "any batch fits" in shown and "mostly" not in shown and "  at" not in shown
 
 
 def test_a_sequence_has_an_end() -> None:

@@ -57,13 +57,14 @@ class FitDocument(Document[Fit]):
             fields = fields.without("gpu")
         if all(row.next_size is None for row in fit.fit_rows):
             fields = fields.without("next_size", "next_peak", "per_step")
+        rows, where = sorted(fit.fit_rows, key=lambda row: row.status == "unavailable"), ("bind", "phase", "layer")
         remedied = fit.remedied
         about = f"{remedied.scenario} at {fit.vary} {remedied.size:,} on {remedied.gpu}" if remedied else ""
         return (
             fit_title(fit),
             *self.opening(),
             *([overview_table(fit)] if several and not is_frontier else []),
-            Table.of("fit", "Fit", fields, fit.fit_rows, fit, remarks=said_once(_remarks(fit))),
+            Table.of("fit", "Fit", fields, rows, fit, remarks=said_once(_remarks(fit))).without_empty(*where),
             *compared_collectives((*FIT_FIELDS.only(*names), size), collectives),
             *remedy_tables(remedied, about),
             *self.reasons(),

@@ -196,7 +196,7 @@ class _PartialRows:
                 name = " on ".join(key) if self._several else key[0]
                 yield f"the rest of {name}" if key in self.rows_of else name
         wanted = self._request.remedies
-        if wanted or (wanted is None and any(row.status == "exceeds" for row in self)):
+        if wanted or (wanted is None and _too_large(tuple(self))):
             yield "remedies"
 
     def __iter__(self) -> Iterator[FitRow]:
@@ -304,12 +304,12 @@ def _remedied(work: FitWork, rows: Sequence[FitRow], workers: Workers) -> Remedi
     such a row for the first, if the user asks for remedies. None if another strategy or number of GPUs is enough.
     """
     runs, request = work.runs, work.request
-    short = [row for row in rows if row.status == "exceeds"]
+    short = _too_large(rows)
     if short and request.budgets[0].parallel:
         alike = [row for row in rows if row.scenario == short[0].scenario]
         if not request.remedies and any(row.status == "fits" for row in alike):
             return None
-        short = [min((row for row in alike if row.status == "exceeds"), key=lambda row: row.peak or 0)]
+        short = [min((row for row in alike if row in short), key=lambda row: row.peak or row.next_peak or 0)]
     if request.remedies and not short:
         short = [row for row in rows if row.status != "unavailable"]
     if request.remedies is False or not short:
@@ -322,6 +322,12 @@ def _remedied(work: FitWork, rows: Sequence[FitRow], workers: Workers) -> Remedi
     remedied = work.remedied(workers, variant, size, budget=budget, splits=runs.vary.batch)
     smaller = _smaller(runs, variant, size) if row.status == "exceeds" and runs.resizable else None
     return replace(remedied, smaller=smaller)
+
+
+def _too_large(rows: Sequence[FitRow]) -> list[FitRow]:
+    """The rows whose size does not fit, or where no size fits under any of them, all that ran."""
+    ran = [row for row in rows if row.status != "unavailable"]
+    return [row for row in ran if row.status == "exceeds" or all(other.status == "none" for other in ran)]
 
 
 def _smaller(runs: RunCache, variant: RunVariant, size: int) -> SmallerSize | None:
