@@ -40,8 +40,11 @@ class Unit(NamedTuple):
     def amount(self, count: int) -> str:
         """`count` bytes without the unit's name: a number in a column that has one unit.
 
-        Two decimals, but bytes are whole, and rounded GiB have three significant digits: 0.05, 4.88, 48.8, 1,463.
+        Two decimals, but bytes and nothing are whole, and rounded GiB have three significant digits: 0.05, 4.88, 48.8,
+        1,463.
         """
+        if not count:
+            return "0"
         amount = count / self.bytes
         if self.bytes == 1 or (self._is_gib and amount >= 99.95):
             return f"{amount:,.0f}"

@@ -191,6 +191,13 @@ def test_columns_stand_below_each_other_whatever_the_names() -> None:
     assert {line.cell_len for line in drawn[-4:]} == {drawn[-5].cell_len} == {10 + 2 + 6}
 
 
+def test_a_size_is_never_drawn_as_nothing() -> None:
+    mib, exact = unit_for(2**20), unit_for(2**20, "MiB")
+    drawn = [draw_cell(Bytes(size), mib) for size in (0, 4, 512, 5_242, 5_243)]  # 0.01 MiB is 10,485.76 B
+    assert drawn == ["0", "4 B", "0.50 KiB", "5.12 KiB", "0.01"]
+    assert draw_cell(Bytes(4), exact) == "0.00"
+
+
 def test_a_difference_is_never_drawn_as_nothing() -> None:
     mib = unit_for(2**20)
     drawn = [draw_cell(Signed(size), mib) for size in (400, -400, 2**20, -(2**19), 0)]
@@ -234,3 +241,10 @@ def test_no_reason_begins_as_the_verdict_does(name: str) -> None:
     codes = {code for code, _ in full}
     briefs = [(brief["code"], brief["text"]) for brief in data["verdict"] if brief["code"] in codes]
     assert briefs and all(any((code, text[: len(brief)]) == (of, brief) for code, text in full) for of, brief in briefs)
+
+
+def test_a_line_keeps_its_number() -> None:
+    """Of a place in the code, the number matters most."""
+    columns = (Column("line", "made at", "text", 99), Column("size", "size", "bytes", 100))
+    rows = (("train_for_a_long_time.py:127", Bytes(2**20)),)
+    assert "train_fo…:127" in str([*_table(Table("t", "T", columns, rows), "MiB", 19)][-1])

@@ -26,7 +26,7 @@ from memsize.units import (
 @pytest.mark.parametrize(
     ("count", "unit", "text"),
     [
-        (0, "MiB", "0.00 MiB"),
+        (0, "MiB", "0 MiB"),
         (36_895_604, "MiB", "35.19 MiB"),
         (36_895_604, "GiB", "35.19 MiB"),  # 0.034 GiB
         (2_410 * 4, "MiB", "9.41 KiB"),  # 9,640 / 1,024
@@ -60,7 +60,7 @@ def test_what_is_told_is_close(count: int, unit: str) -> None:
 
 
 def test_a_column_has_one_unit() -> None:
-    assert [unit_for(9, "MiB").amount(count) for count in (0, 1, 5_243, 2**20)] == ["0.00", "0.00", "0.01", "1.00"]
+    assert [unit_for(9, "MiB").amount(count) for count in (0, 1, 5_243, 2**20)] == ["0", "0.00", "0.01", "1.00"]
     assert unit_for(9, "B").amount(1_234) == "1,234"
     column = (50 * MiB, GiB // 2, 48 * GiB, 640 * GiB)
     assert unit_for(max(column)).name == "GiB"

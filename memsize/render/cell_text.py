@@ -22,6 +22,8 @@ MINUS = "−"
 MODEL = "(model)"
 """How the model's own path, which is empty, is drawn."""
 
+_LINE: Final = re.compile(r":\d+$")
+"""The number of a line behind its file."""
 _CLAUSE: Final = re.compile(r"[;,:]? \(|[;,:] ")
 
 LEFT = ("name", "text", "specs", "words")
@@ -48,7 +50,7 @@ def draw_cell(cell: Cell, unit: Unit) -> str:
         case Change():
             return f"{cell:+.2%}".replace("-", MINUS) if cell else "0"
         case Signed():
-            return _signed(cell, unit)
+            return f"{'+' if cell > 0 else ''}{draw_bytes(cell, unit)}"
         case Sized():
             return format_bytes(cell, AUTO if unit.rounded else unit.name)
         case Bytes():
@@ -58,17 +60,14 @@ def draw_cell(cell: Cell, unit: Unit) -> str:
     return printable(str(cell))
 
 
-def _signed(difference: int, unit: Unit) -> str:
-    """A difference with its sign; one that would round to nothing has a smaller unit, which it names."""
-    sign, size = "+" if difference > 0 else "", draw_bytes(difference, unit)
-    if difference and unit.rounded and not size.strip(f"{MINUS}0."):
-        size = f"{MINUS if difference < 0 else ''}{format_bytes(abs(difference))}"
-    return f"{sign}{size}"
-
-
 def draw_bytes(count: int, unit: Unit) -> str:
-    """`count` in `unit`, without the unit's name; exactly nothing is ``0``."""
-    return f"{MINUS if count < 0 else ''}{unit.amount(abs(count))}" if count else "0"
+    """`count` in `unit`, without the unit's name; exactly nothing is ``0``. In a rounded unit, a size that would look
+    like nothing has a smaller one, which it names: ``512 B``.
+    """
+    size = unit.amount(abs(count))
+    if count and unit.rounded and not size.strip("0."):
+        size = format_bytes(abs(count))
+    return f"{MINUS if count < 0 else ''}{size}"
 
 
 def draw_specs(specs: Sequence[TensorSpec]) -> str:
@@ -149,7 +148,7 @@ def _in_three_digits(size: int, unit: Unit) -> str:
 
 def draw_failure(failure: Failure) -> tuple[str, ...]:
     """Where the forward stopped, why (which may be several lines), and how to read what follows."""
-    module = f"{failure.layer or MODEL} ({failure.type})"
+    module = f"{failure.layer} ({failure.type})" if failure.layer else failure.type
     at = f", at {failure.op}" if failure.op else ""
     inputs = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
     return (
@@ -166,9 +165,13 @@ def shorten(text: str, width: int) -> str:
 
 
 def shorten_text(text: str, width: int) -> str:
-    """A text in at most `width` columns, cut behind a clause where one ends behind a third of that."""
+    """A text in at most `width` columns, cut behind a clause where one ends behind a third of that, or before the
+    number of a line.
+    """
     if cell_len(text) <= width:
         return text
+    if line := _LINE.search(text):
+        return f"{shorten(text[: line.start()], width - len(line[0]))}{line[0]}"
     clauses = [match.start() for match in _CLAUSE.finditer(text) if width // 3 <= match.start() <= width - 2]
     return f"{text[: clauses[-1]]} …" if clauses else shorten(text, width)
 

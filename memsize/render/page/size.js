@@ -18,13 +18,15 @@ function withTenth(bytes, name) {
   return unit;
 }
 
-/** `bytes` in `unit`, without its name: two decimals, or three significant digits of rounded GiB. Exactly nothing is `0`. */
+/** `bytes` in `unit`, without its name: two decimals, or three significant digits of rounded GiB. Exactly nothing is `0`, and
+ * what would look like it has a smaller unit, which it names. */
 function amount(bytes, unit) {
   if (!bytes) return "0";
-  const size = bytes / unit.bytes, isGiB = unit.isRounded && unit.name === "GiB";
-  if (unit.bytes === 1 || isGiB && size >= 99.95) return count(evenlyRounded(size, 0));
-  const decimals = isGiB && size >= 9.995 ? 1 : 2;
-  const [before, after] = evenlyRounded(size, decimals).split(".");
+  const number = bytes / unit.bytes, isGiB = unit.isRounded && unit.name === "GiB";
+  if (unit.bytes === 1 || isGiB && number >= 99.95) return count(evenlyRounded(number, 0));
+  const decimals = isGiB && number >= 9.995 ? 1 : 2;
+  const [before, after] = evenlyRounded(number, decimals).split(".");
+  if (unit.isRounded && !Number(before) && !Number(after)) return size(bytes);
   return `${count(Number(before))}.${after}`;
 }
 
