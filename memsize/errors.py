@@ -150,7 +150,7 @@ def message_of(error: BaseException) -> str:
     if traced := _WHILE_TRACING.search(text):
         text = str(ast.literal_eval(traced[1]))
     wanted = _NO_MEMORY.search(text)
-    return f"this machine has no {int(wanted[1]) / 2**30:,.2f} GiB of memory left for a tensor" if wanted else text
+    return f"this machine has no {int(wanted[1]) / 2**30:,.1f} GiB of memory left for a tensor" if wanted else text
 
 
 def first_line(error: BaseException | str) -> str:

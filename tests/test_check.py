@@ -423,7 +423,7 @@ def test_sections_that_cannot_be_meant(section: dict[str, Any], says: str) -> No
         ),
         ("\n\n[[tool.memsize.target]]\ntarget = 'a'\nbatch_size = 'x'\n", "pyproject.toml:3: batch_size is 'x'"),
         ("[tool.memsize]\nselect = []\n", "has no [[tool.memsize.target]]"),
-        ("[tool", "is no TOML"),
+        ("[tool", "is not TOML"),
     ],
 )
 def test_files_that_cannot_be_meant(text: str, says: str) -> None:

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 import memsize
+from memsize import Report
 from memsize.cli import run
 from memsize.errors import InputError, MemsizeError, first_line, in_one_line
+from memsize.render import render
 from tests.conftest import Python
 from tests.gpus import replay
 
@@ -109,13 +111,38 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("Unhashable", "cannot be hashed"),
         ("Inside", "fc.back is the model itself again"),
         ("Refuses", "building bad.py:Refuses failed at bad.py:46: SilentError"),
-        ("Raises", "the forward failed in the model itself (Raises): the report says why"),
+        ("Raises", "the forward failed in Raises: the report says why"),
         ("Undescribed", "the forward failed in fc (Described): the report says why"),
     ],
 )
 def test_models_that_misbehave(models: None, capsys: pytest.CaptureFixture[str], name: str, part: str) -> None:
     options = ("--scenario", "fp32", "--train", "adamw")
     assert part in refused(capsys, "report", f"bad.py:{name}", "--input", "4", *options)
+
+
+class Listed(nn.Module):
+    """A list of layers, which is never called itself, and a head that does not fit them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(5, 1)
+        self.after = nn.Linear(4, 1)
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.after(self.head(x))
+
+
+def test_a_list_whose_layers_ran_was_reached() -> None:
+    with pytest.raises(memsize.ForwardError) as stopped:
+        memsize.report(Listed(), (4,), batch_size=2)
+    trace = stopped.value.trace
+    assert trace is not None
+    rows = render(Report(trace.model, trace, failure=trace.failure), "text", depth=1).split("Below")[1].splitlines()
+    names = [row.partition("  ")[0] for row in rows]
+    assert names[names.index("layers") :][:3] == ["layers", "head", "1 not reached"]
 
 
 def test_an_exception_that_says_nothing_is_named() -> None:
@@ -320,9 +347,9 @@ def _step(fails: Callable[[nn.Module, torch.Tensor], Any]) -> Callable[[nn.Modul
         (nn.Linear(4, 4), {"step": lambda _: None}, r"step\(model\) returned None"),
         (nn.Linear(4, 4), {"step": lambda model: model.foo}, "the training step cannot be set up: AttributeError"),
         (nn.Linear(4, 4), {"step": _step(lambda _, x: {}[x.dim()])}, "the training step failed: KeyError: 2\n"),
-        (nn.Linear(4, 4), {"step": _step(lambda model, x: model(x[:, :2]))}, "the forward failed in the model"),
-        (Back(4, 4), {}, "the backward failed in or after that of the model .*no way back"),
-        (Caught(), {}, r"the forward failed in the model \(Caught\): AttributeError"),
+        (nn.Linear(4, 4), {"step": _step(lambda model, x: model(x[:, :2]))}, "the forward failed in Linear, given "),
+        (Back(4, 4), {}, "the backward failed in or after that of Back.*no way back"),
+        (Caught(), {}, r"the forward failed in Caught, given \S+: AttributeError"),
     ],
 )
 def test_what_failed_in_training_is_named(model: nn.Module, options: dict[str, Any], said: str) -> None:

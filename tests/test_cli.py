@@ -273,7 +273,7 @@ def test_a_failed_forward_still_shows_what_ran(asked: Asked, capsys: pytest.Capt
         (STOPPED, "fc (Linear), given float32[1,4]: shapes do not fit"),
         (
             Failure("", "Net", None, (), "AttributeError: no attribute 'fc2'"),
-            "the model itself (Net): AttributeError: no attribute 'fc2'",
+            "Net: AttributeError: no attribute 'fc2'",
         ),
     ],
 )
@@ -306,6 +306,22 @@ def test_a_bug_says_that_it_is_one(asked: Asked, capsys: pytest.CaptureFixture[s
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert err.endswith("error: this is a bug in memsize: ZeroDivisionError: oh\n")
+
+
+def test_a_terminal_gets_errors_wrapped_at_words(folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert run(["report", "nothere.py:Net", "--scenario", "fp17"]) == 2
+    assert terminal.getvalue() == "error: no scenario 'fp17': did\nyou mean fp16, fp4, fp32?\n"
+
+
+def test_the_command_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["reprot", "model.py:Net"]) == 2
+    assert "Error: No such command 'reprot'. (Did you mean report, checkpoint?)" in capsys.readouterr().err
+    assert run(["zzz"]) == 2
+    assert "Error: No such command 'zzz'.\n" in capsys.readouterr().err
+    assert run(["report", "model.py:Net", "-b", "four"]) == 2
+    assert "'four' is not a valid whole number" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback_of_a_users_error(folder: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,10 @@ def test_a_script_that_is_not_there_is_said(capfd: pytest.CaptureFixture[str]) -
 
 def test_the_command_names_the_option_that_is_missing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["fit-script", str(script)]) == 2
-    assert capsys.readouterr().err == "error: --vary-argument is missing\n"
+    assert capsys.readouterr().err == (
+        "error: --vary-argument is missing (the argument of the script to vary: batch-size for --batch-size 8 or "
+        "batch_size=8)\n"
+    )
 
 
 @pytest.mark.thorough

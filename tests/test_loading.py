@@ -526,8 +526,8 @@ def test_a_file_that_does_not_do(write: Write, text: str, part: str) -> None:
 
 def test_a_place_that_is_not_there(net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(net.parent)
-    assert refused("modle.py:Net").startswith("no such file: modle.py")
-    assert "holds late.py, layers.py, model.py" in refused("./modle.py:Net")
+    assert refused("modle.py:Net") == "no such file: modle.py (did you mean model.py, late.py, layers.py?)"
+    assert "holds late.py, layers.py, model.py" in refused("./qqq.py:Net")
     assert "did you mean model.py?" in refused("./model:Net")
     assert "is a folder" in refused(f"{net.parent}:Net")
     assert "ends with a colon" in refused("model.py:")

@@ -221,10 +221,11 @@ def test_without_an_input_the_report_shows_what_is_stored() -> None:
     stored = ["path", "parameters", "parameter_bytes", "buffer_bytes"]
     assert report.layers[stored].equals(run.layers[stored])
     assert not report.trace.ran and run.trace.ran and not report.scenario_results
-    [note] = report.remarks
-    assert "its forward takes x" in note and "input_size" in note
+    [missing] = report.findings
+    assert missing.code == "no-input" and "its forward takes x" in missing.text() and "input_size" in missing.text()
     text = render(report, "text", unit="MiB", width=200)
-    assert "never called" not in text and "kept for" not in text.partition("Notes")[0] and "output" not in text[:200]
+    assert missing.text() in text.splitlines()[2] and "Why" not in text
+    assert "never called" not in text and "kept for" not in text and "output" not in text
     data = json.loads(report.to_json())
     assert data["totals"]["saved_bytes"] is None and data["totals"]["parameter_bytes"] == run.totals.parameter_bytes
     assert {layer["output_bytes"] for layer in data["layers"]} == {None}

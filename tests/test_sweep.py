@@ -140,7 +140,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         f'target = "m.py:N"\nbatch_size = {[*range(1, 401)]}\nseq_len = {[*range(1, 401)]}',
         "x.toml: more than 100,000 cells",
     ),
-    "no TOML": ("target = ", "x.toml is no TOML: "),
+    "no TOML": ("target = ", "x.toml is not TOML: "),
 }
 
 
@@ -161,8 +161,8 @@ def test_a_mistake_is_told_in_one_line_that_names_the_key(
     [
         (["--scheduler", "tcp://x:1"], "a scheduler is that of a cluster: choose the backend dask"),
         (["--backend", "dask", "--timeout", "3"], "timeout: Dask runs cells in threads"),
-        (["--results", "nets.py"], "nets.py:1 is no result of a sweep: name another file with --results"),
-        (["--results", "one.json", "--fresh"], "one.json is no result of a sweep"),
+        (["--results", "nets.py"], "nets.py:1 is not the result of a sweep: name another file with --results"),
+        (["--results", "one.json", "--fresh"], "one.json is not the result of a sweep"),
         (["--results", "no/where.jsonl"], "cannot write no/where.jsonl: No such file or directory"),
     ],
 )

@@ -776,7 +776,7 @@ def test_what_is_wrong_with_a_function(functions: str, name: str, part: str) -> 
 
 
 def test_what_is_no_function(functions: str) -> None:
-    for text, part in (("missing", "has no 'missing'"), ("number", "is no function")):
+    for text, part in (("missing", "has no 'missing'"), ("number", "is not a function")):
         with pytest.raises(TargetError, match=part):
             load_inputs(f"{functions}:{text}")
     with pytest.raises(TargetError, match="names no function"):

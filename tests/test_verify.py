@@ -597,7 +597,7 @@ def test_a_measurement_with_everything_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "found 'list'"),
         ('{"schema": "memsize.trace/1"}', "memsize.trace/1"),
         ('{"schema": "memsize.measurement/1"}', "missing"),

@@ -2007,6 +2007,13 @@ def test_options_that_come_after_the_script_are_named(
         "memsize: the script got --steps, --gpu. If meant for memsize, give options before the script: "
         "memsize run --steps … train.py …"
     )
+    # A script that reads no arguments does not complain, and one that has a --gpu of its own may be meant.
+    Path("train.py").write_text("import torch\ntorch.ones(4).cuda()\n")
+    assert command(["run", "train.py", "--gpu", "t4"]) == 0
+    assert "memsize: the script got --gpu. If meant for memsize" in capsys.readouterr().err
+    Path("train.py").write_text("import sys, torch\ntorch.ones(4).cuda()\nsys.argv.index('--gpu')\n")
+    assert command(["run", "train.py", "--gpu", "t4"]) == 0
+    assert "the script got" not in capsys.readouterr().err
 
 
 def test_an_assertion_without_a_message_is_named_by_its_line(

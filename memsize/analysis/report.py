@@ -31,7 +31,7 @@ from memsize.processes.workers import Workers
 from memsize.ranks.strategies import how
 from memsize.records.aggregates import totals
 from memsize.records.codec import plain
-from memsize.records.finding import join_names
+from memsize.records.finding import Finding, join_names
 from memsize.records.gpu import GpuEstimate
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.trace import ToolReport, Trace
@@ -343,12 +343,11 @@ class ReportBuilder:
 
 def stored_report(name: str, model: nn.Module, notes: Sequence[str] = ()) -> Report:
     """The report on what a model stores, when there is no input to run it with, and what an input would add."""
-    missing = (
-        "no input was given, so this is what the model stores; with one, the report adds outputs, what is kept for "
-        f"backward, and all scenarios: {wanted_inputs(model)}"
+    missing = Finding(
+        "no-input", "Without an input, only stored bytes are known: {wanted}.", {"wanted": wanted_inputs(model)}
     )
     active = active_parameters(model)
-    return Report(name, stored_only(name, model), notes=(*notes, missing), active_parameters=active)
+    return Report(name, stored_only(name, model), findings=(missing,), notes=tuple(notes), active_parameters=active)
 
 
 def _one_line(error: Exception) -> str:

@@ -214,7 +214,7 @@ def init(request: InitRequest) -> tuple[Path, str]:
         before = file.read_bytes().decode() if file.exists() else ""
         tomllib.loads(before)
     except ValueError as error:
-        raise InputError(f"{file} is no TOML: {error}") from None
+        raise InputError(f"{file} is not TOML: {error}") from None
     tool = tomllib.loads(before).get("tool")
     there = tool.get("memsize") if isinstance(tool, dict) else None
     targets = there.get("target") if isinstance(there, dict) else None

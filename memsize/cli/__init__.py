@@ -88,6 +88,14 @@ class _Commands(click.Group):
         except KeyboardInterrupt:  # of which click would say an empty line
             return INTERRUPTED
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        near = ", ".join(nearest(args[0], tuple(_COMMANDS)))
+        if args[0] not in _COMMANDS and near and not args[0].startswith("-"):
+            ctx.fail(f"No such command {quoted(args[0])}. (Did you mean {near}?)")
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None

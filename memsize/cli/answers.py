@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from memsize.cli.click_options import is_given
+from memsize.cli.click_options import Count, is_given
 from memsize.cli.command import (
     WITH_CALLS,
     WITH_PARQUET,
@@ -44,7 +44,7 @@ from memsize.version import VERSION
 
 _DEPTH = click.Option(
     ["--depth"],
-    type=click.IntRange(min=0),
+    type=Count(min=0),
     metavar="N",
     help="Show modules down to this depth within each part. [default: a readable number of rows]",
 )

@@ -34,6 +34,12 @@ class RequestCommand(click.Command):
         return super().parse_args(ctx, texts)
 
 
+class Count(click.IntRange):
+    """A whole number; click calls it an integer range."""
+
+    name = "whole number"
+
+
 class PathType(click.Path):
     """The name of a file or a folder; pathlib would take the empty one for the working folder."""
 
@@ -120,7 +126,7 @@ def _type(choice: Option) -> Any:
     if choice.kind == "path":
         return PathType(path_type=Path)
     if choice.kind == "count":
-        return click.INT if choice.least is None else click.IntRange(min=int(choice.least))
+        return click.INT if choice.least is None else Count(min=int(choice.least))
     return click.FLOAT if choice.kind == "number" else click.STRING
 
 

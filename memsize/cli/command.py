@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import click
 
-from memsize.cli.click_options import PathType, RequestCommand, RequestOption, is_given, parameters, request_of
+from memsize.cli.click_options import Count, PathType, RequestCommand, RequestOption, is_given, parameters, request_of
 from memsize.cli.next_commands import next_commands
 from memsize.cli.output import Color, Destination, Formats, destination
 from memsize.cli.working import Session, working
@@ -129,14 +129,14 @@ def refuse_options(why: str, *also: str) -> None:
 
 depth_option = click.Option(
     ["--depth"],
-    type=click.IntRange(min=0),
+    type=Count(min=0),
     metavar="N",
     help="Show layers down to this depth, and add deeper ones to their parents.",
 )
 
 jobs_option = click.Option(
     ["-j", "--jobs"],
-    type=click.IntRange(min=1),
+    type=Count(min=1),
     metavar="N",
     help="Processes that run scenarios side by side. [default: one per core]",
 )

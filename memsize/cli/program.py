@@ -85,11 +85,8 @@ def _run_one(request: RunRequest, output: Destination) -> int:
     if isinstance(error, InputError) and not answer.steps:
         raise error
     if isinstance(error, SystemExit) and not answer.trace.events:
-        if error.code == _USAGE_ERROR and (options := _misplaced(request)):
-            say(
-                f"memsize: the script got {', '.join(options)}. If meant for memsize, give options before the script: "
-                f"memsize run {options[0]} … {request.script} …"
-            )
+        if error.code == _USAGE_ERROR:
+            _warn_of_options(request, _misplaced(request))
         return _status(error)
     if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
         from memsize.processes.user_code import shown_as_python_would
@@ -97,7 +94,19 @@ def _run_one(request: RunRequest, output: Destination) -> int:
         shown_as_python_would(error)
         traceback.print_exception(error)  # the program's own, from its first line on
     _answer(answer, output)
+    if not request.module:
+        source = Path(request.script).read_text(errors="replace")
+        _warn_of_options(request, [name for name in _misplaced(request) if name.strip("-") not in source])
     return _status(error)
+
+
+def _warn_of_options(request: RunRequest, options: list[str]) -> None:
+    """Say that the script got `options`, if there are any, which memsize has as well."""
+    if options:
+        say(
+            f"memsize: the script got {', '.join(options)}. If meant for memsize, give options before the script: "
+            f"memsize run {options[0]} … {request.script} …"
+        )
 
 
 def _misplaced(request: RunRequest) -> list[str]:
@@ -122,7 +131,9 @@ def _check_started(program: str, module: bool) -> None:
             "--gpus 8 train.py …"
         )
     if not module and not Path(program).is_file():
-        raise InputError(f"no such script: {program} (-m runs a module)")
+        is_model = Path(program.partition(":")[0]).is_file()
+        hint = f"memsize timeline {program} trains a model" if is_model else "-m runs a module"
+        raise InputError(f"no such script: {program} ({hint})")
     package = program.partition(".")[0]
     if module and not (find_spec(package) or PathFinder.find_spec(package, [str(Path.cwd())])):
         raise InputError(f"no such module: {program} (without -m a script is run)")

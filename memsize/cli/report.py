@@ -91,7 +91,7 @@ def report(
 
 
 def _layer(failure: Failure) -> str:
-    return f"{failure.layer} ({failure.type})" if failure.layer else f"the model itself ({failure.type})"
+    return f"{failure.layer} ({failure.type})" if failure.layer else failure.type
 
 
 def corrected_options(trace: Trace, failure: Failure) -> str:

@@ -7,12 +7,15 @@ import ctypes
 import io
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -30,8 +33,12 @@ class Session:
 
 
 def say(text: str) -> None:
-    """Print a message to stderr, without anything that a terminal would obey."""
-    click.echo(printable_lines(text), err=True)
+    """Print a message to stderr, without anything that a terminal would obey; there, lines are wrapped at words."""
+    text = printable_lines(text)
+    if sys.stderr.isatty():
+        wrap = partial(textwrap.wrap, width=shutil.get_terminal_size().columns, break_long_words=False)
+        text = "\n".join(piece for line in text.split("\n") for piece in wrap(line, break_on_hyphens=False) or [""])
+    click.echo(text, err=True)
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ class ReportDocument(Document[Report]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        brief = [finding for finding in self.answer.findings if finding.brief]
+        brief = [finding for finding in self.answer.findings if finding.brief or finding.code == "no-input"]
         return tuple(sorted(brief, key=lambda finding: finding.code not in _FIRST))[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
@@ -318,7 +318,8 @@ def layer_table(
     failed did not reach.
     """
     rows, totals = visible(report.trace, depth), report.totals
-    shown = [row for row in rows if not report.stopped or row.calls or "failed here" in row.marks]
+    has_run = (row.calls or row.saved_bytes or row.output_bytes or "failed here" in row.marks for row in rows)
+    shown = [row for row, ran in zip(rows, has_run, strict=True) if ran or not report.stopped]
     if most is not None:
         largest = sorted(shown, key=lambda row: row.parameter_bytes + row.saved_bytes, reverse=True)[:most]
         numbers = set(map(id, largest))  # to compare rows would take as long as all the rest of a deep model's report

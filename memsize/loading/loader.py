@@ -142,7 +142,7 @@ def _function(
 
     scope, function = _retry_with_gpu(attempt, gpu_context)
     if not callable(function):
-        raise TargetError(f"{label} is no function: it has to be one that {purpose}")
+        raise TargetError(f"{label} is not a function: name one that {purpose}")
     return scope, function, label
 
 
@@ -330,7 +330,7 @@ def only_class(module: ModuleType, target: Target) -> str:
     choices = classes or _candidates(module)
     if not choices:
         raise TargetError(f"{target.source} defines no torch.nn.Module class, and no function to build one")
-    example = f"{target.source}:{choices[0]}"
+    example = f"{target.source}:{choices[-1]}"
     raise TargetError(f"{target.source} holds {', '.join(choices)}: name the one you mean, like {example}")
 
 

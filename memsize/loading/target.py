@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from memsize.errors import TargetError, first_line, quoted
+from memsize.errors import TargetError, first_line, nearest, quoted
 from memsize.loading.presets import is_hub_id
 from memsize.records.run_file import SUFFIX
 
@@ -128,12 +128,11 @@ def _existing_file(path: Path) -> Path:
         raise TargetError(f"{path} is not a Python file{hint}")
     if path.is_dir():
         raise TargetError(f"{path} is a folder: name a Python file in it, such as {path / 'model.py'}:Net")
-    if path.suffix != ".py" and path.with_name(f"{path.name}.py").is_file():
-        raise TargetError(f"no such file: {path} (did you mean {path}.py?)")
     searched = path.parent.is_dir() and path.suffix not in CHECKPOINTS
-    near = sorted(other.name for other in path.parent.glob("*.py")) if searched else []
-    hint = f" ({path.parent} holds {', '.join(near[:8])}{' …' if len(near) > 8 else ''})" if near else ""
-    raise TargetError(f"no such file: {path}{hint}")
+    there = sorted(other.name for other in path.parent.glob("*.py")) if searched else []
+    near = ", ".join(nearest(path.name, there))
+    hint = f"did you mean {near}?" if near else f"{path.parent} holds {', '.join(there[:8])}{' …' if there[8:] else ''}"
+    raise TargetError(f"no such file: {path}{f' ({hint})' if there else ''}")
 
 
 # -- definitions ------------------------------------------------------------------------------------------------------

@@ -237,5 +237,5 @@ def read(path: str | Path) -> SavedMeasurements:
     except OSError as error:
         raise InputError(f"cannot read {shortened(str(path), 200)}: {error.strerror}") from error
     except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}") from error
+        raise InputError(f"{path} is not JSON: {error}") from error
     return decode(data)

@@ -284,7 +284,7 @@ def _read(line: bytes, where: str) -> tuple[str, SweepRow]:
 
 
 def _foreign(where: str) -> OutputError:
-    return OutputError(f"{where} is no result of a sweep: name another file with --results")
+    return OutputError(f"{where} is not the result of a sweep: name another file with --results")
 
 
 @contextmanager

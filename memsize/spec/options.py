@@ -323,7 +323,8 @@ def build(
             if choice.key in values:
                 arguments[column.name] = choice.taken(values[choice.key], spell, python)
             elif column.default is MISSING and column.default_factory is MISSING:
-                raise InputError(f"{spell(choice)} is missing")
+                what = choice.help.partition(". ")[0].rstrip(".")
+                raise InputError(f"{spell(choice)} is missing{what and f' ({what[0].lower()}{what[1:]})'}")
     return request(**arguments)
 
 

@@ -272,7 +272,7 @@ def _on(text: str, gpus: int) -> Parallel:
     parts[parts.index(free)] = f"{kind}=1{groups}"
     one = parse_parallel(",".join(parts))
     if gpus % one.size:
-        raise InputError(f"{gpus} GPUs are no whole number of groups of {one.size}, which {text} needs")
+        raise InputError(f"{gpus} GPUs do not divide into groups of {one.size}, which {text} needs")
     grown: Any = {_FIELDS[kind][0]: gpus // one.size}
     return replace(one, **grown)
 

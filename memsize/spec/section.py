@@ -64,7 +64,7 @@ def parsed_toml(file: Path) -> tuple[str, dict[str, Any]]:
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is no TOML: {error}") from None
+        raise InputError(f"{file} is not TOML: {error}") from None
 
 
 def refuse_unknown(kind: str, section: Mapping[str, Any], keys: Iterable[str], where: str) -> None:

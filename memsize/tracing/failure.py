@@ -30,7 +30,7 @@ def explain(error: Exception, calls: ModuleCallRecorder, ledger: Ledger) -> tupl
         running.inputs if running else (),
         _reason(error, module, phase),
     )
-    where = f"{failure.layer} ({failure.type})" if failure.layer else f"the model ({failure.type})"
+    where = f"{failure.layer} ({failure.type})" if failure.layer else failure.type
     if phase == "backward":  # an op of the user's own announces nothing
         return f"the backward failed in or after that of {where}", failure
     return _WITHOUT_LAYER.get(phase, f"the {phase} failed in {where}"), failure
@@ -82,8 +82,8 @@ _ADVICE: dict[str, str] = {
     ),
     "same dtype": "two dtypes meet here: a tensor that .half() or .to() does not reach, or an input of another dtype",
     "missing.* required positional argument": (
-        "the forward takes more inputs: repeat --input, or name them with --input name=SHAPE:DTYPE "
-        "(in Python: give several sizes, or args and kwargs)"
+        "the forward takes more inputs: name each with --input name=SHAPE:DTYPE (in Python: give several sizes, or "
+        "args and kwargs)"
     ),
     "Expected tensor for argument #1 'indices'": (
         'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")'

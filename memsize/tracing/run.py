@@ -192,8 +192,8 @@ class Run:
             except Exception as error:
                 what, failure = explain(error, self.calls, self.ledger)
                 self.calls.saved_storages = {reference.index for reference in self.ledger.live.values()}
-                inputs = f"\nIt was given {', '.join(failure.inputs)}." if failure.inputs else ""
-                raise ForwardError(f"{what}: {failure.reason}{inputs}", self.trace(failure)) from error
+                inputs = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
+                raise ForwardError(f"{what}{inputs}: {failure.reason}", self.trace(failure)) from error
 
     def note(self, text: str) -> None:
         """Add something that a reader must know about how the run was made."""

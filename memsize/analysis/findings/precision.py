@@ -67,7 +67,7 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
         brief = "The parameters take {each} bytes each, {bytes} in all; a summary that prints {printed} MB"
     else:
         half = next((t for name in ("fp16", "bf16", "apex-O3") if (t := evidence.totals(name))), None)
-        if half is None or half.parameter_bytes >= size:
+        if half is None or half.parameter_bytes >= size or values["printed"] == "0.00":
             return
         values |= {"half": Bytes(half.parameter_bytes)}
         change = "halves" if half.parameter_bytes * 2 == size else "shrinks"

@@ -231,6 +231,6 @@ OWN: Final[Mapping[str, Severity]] = {
 }
 """What a check itself finds."""
 
-SEVERITY: Final[Mapping[str, Severity]] = {**OWN, **RULES.severity}
+SEVERITY: Final[Mapping[str, Severity]] = {**OWN, **RULES.severity, "no-input": "note"}
 """The severity of every code that a check may name. A report's notes explain and are no problem: a check that is not
 asked for them leaves them out."""

@@ -103,7 +103,7 @@ def _config_file(name: str) -> Path | None:
         raise TargetError(f"no such folder or file: {name} ({first_line(error)})") from None
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise TargetError(f"{path} has no config.json, so it is no transformers model")
+            raise TargetError(f"{path} has no config.json, so it is not a transformers model")
         return path / "config.json"
     if path.is_file():
         return path
@@ -118,7 +118,7 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TargetError(f"cannot read {file.name} as a config: {getattr(error, 'strerror', error)}") from None
     if not isinstance(data, dict) or not (data.get("model_type") or data.get("architectures")):
-        raise TargetError(f"{file.name} is no config of transformers: it has neither model_type nor architectures")
+        raise TargetError(f"{file.name} is not a transformers config: it has neither model_type nor architectures")
     return data
 
 
