@@ -122,7 +122,7 @@ def _images(_folder: Path) -> Mapping[str, Any]:
 def _stories(folder: Path) -> Mapping[str, Any]:
     import torchao.optim
 
-    model = module_of(folder / "torchao/_models/llama/model.py")
+    model = module_of(folder / "torchao/_models/llama/model.py", "torchao._models.llama.model")
     return {
         "wandb": MagicMock(),
         "torchao._models": ModuleType("torchao._models"),

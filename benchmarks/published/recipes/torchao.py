@@ -52,9 +52,9 @@ def _file(row: Row, path: str) -> ModuleType:
     return module_of(ready(ENVIRONMENTS[row.source.environment]) / path)
 
 
-def module_of(path: Path) -> ModuleType:
-    """A module of the repository, apart from the package that it belongs to."""
-    specification = importlib.util.spec_from_file_location(path.stem, path)
+def module_of(path: Path, name: str = "") -> ModuleType:
+    """A module of the repository, apart from the package that it belongs to; Dynamo imports it by its `name`."""
+    specification = importlib.util.spec_from_file_location(name or path.stem, path)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     for package, name in _MISSED:
