@@ -555,6 +555,42 @@ def test_a_compiled_backward_frees_what_it_has_used() -> None:
     assert any(event.delta > 0 for event in events[used:])
 
 
+SCRIPT_OF_ONE = """
+import torch, torch.nn.functional as F
+from torch import nn
+
+up = nn.Linear(1024, 1024, bias=False, device="cuda")
+loss_of = torch.compile(lambda x: F.silu(up(x)).sum())
+optimizer = torch.optim.SGD(up.parameters())
+x = torch.randn(4096, 1024, device="cuda")
+for _ in range(2):
+    loss_of(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("stack", "largest"), [("torch=2.6", 2 * 16 + 2 * 4), ("torch=2.5", 3 * 16 + 4)])
+def test_a_release_does_only_what_it_does_yet(stack: str, largest: int) -> None:
+    """x, the product and its gradient have 16 MiB each, the weight and its gradient 4. From 2.6 on the gradient of the
+    product is written into the product, which nothing else needs, and the weight's comes on top; until 2.5 the peak is
+    where both are alive. Beside them are workspaces of forward and backward, the loss and its gradient."""
+    trace = run_script(SCRIPT_OF_ONE, stack=stack)
+    beside = 2 * 8_519_680 + 2 * 4
+    assert most_in(trace, "backward 2") == largest * 2**20 + beside
+
+
+def test_switches_of_releases_are_those_of_the_compiler() -> None:
+    from memsize.compile.releases import SINCE, switches_of
+
+    installed = tuple(map(int, torch.__version__.split(".")[:2]))
+    switches = [switch for first, those in SINCE.items() if first <= installed for switch in those]
+    assert all(module._config[name].default for module, name in switches)
+    with switches_of((2, 5)):
+        assert not any(module.get_config_copy()[name] for module, name in switches)
+    assert all(module.get_config_copy()[name] for module, name in switches)
+
+
 SCRIPT_OF_TWO = """
 import torch, torch.distributed as dist
 from torch import nn

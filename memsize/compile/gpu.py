@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -32,79 +32,33 @@ from torch._inductor.virtualized import V
 
 from memsize.compile.bindings import without_driver
 from memsize.compile.cuda_graphs import CudaGraphs
+from memsize.compile.gpu_properties import GpuProperties
 from memsize.compile.origins import Origins
 from memsize.compile.padding import padding
+from memsize.compile.releases import switches_of
+from memsize.kernels.semantics import current
 from memsize.processes.patches import Patch, Patches
-
-_MULTIPROCESSORS: Final = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 142, (9, 0): 132, (10, 0): 148}
-"""By compute capability, of its largest card (NVIDIA's data sheets of V100, T4, A100, A10, L40, H100, B200)."""
-_L2_CACHE: Final = {(7, 0): 6, (7, 5): 4, (8, 0): 40, (8, 6): 6, (8, 9): 96, (9, 0): 50, (10, 0): 126}
-"""MiB, of the same cards."""
-
-
-@dataclass(frozen=True)
-class GpuProperties:
-    """The properties that Inductor reads, by the names of `torch.cuda.get_device_properties`."""
-
-    major: int
-    minor: int
-    multi_processor_count: int
-    L2_cache_size: int
-    max_threads_per_multi_processor: int = 2048
-    max_threads_per_block: int = 1024
-    regs_per_multiprocessor: int = 65536
-    shared_memory_per_block_optin: int = 166912
-    warp_size: int = 32
-    gcnArchName: str = ""  # noqa: N815 - PyTorch's name
-    name: str = "simulated"
-
-    @classmethod
-    def of(cls, capability: tuple[int, int]) -> GpuProperties:
-        return cls(*capability, _MULTIPROCESSORS.get(capability, 108), _L2_CACHE.get(capability, 40) * 2**20)
 
 
 def _interface(properties: GpuProperties) -> type[device_interface.CudaInterface]:
-    class PlannedGpu(device_interface.CudaInterface):
-        """A GPU that only has properties."""
+    """A GPU that only has properties."""
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_properties": properties,
+        "get_compute_capability": properties.major * 10 + properties.minor,
+        "is_bf16_supported": properties.major >= 8,
+        "is_triton_capable": True,
+        "raise_if_triton_unavailable": None,
+    }
+    cuda = device_interface.CudaInterface
+    worker = type("Worker", (cuda.Worker,), _answering({"get_device_properties": properties}))
+    return type("PlannedGpu", (cuda,), {**_answering(answers), "Worker": worker})
 
-        class Worker(device_interface.CudaInterface.Worker):
-            @staticmethod
-            def get_device_properties(device: Any = None) -> Any:
-                return properties
 
-        @staticmethod
-        def is_available() -> bool:
-            return True
-
-        @staticmethod
-        def device_count() -> int:
-            return 1
-
-        @staticmethod
-        def current_device() -> int:
-            return 0
-
-        @staticmethod
-        def get_device_properties(device: Any = None) -> Any:
-            return properties
-
-        @staticmethod
-        def get_compute_capability(device: Any = None) -> int:
-            return properties.major * 10 + properties.minor
-
-        @staticmethod
-        def is_bf16_supported(including_emulation: bool = False) -> bool:
-            return properties.major >= 8
-
-        @staticmethod
-        def is_triton_capable(device: Any = None) -> bool:
-            return True
-
-        @staticmethod
-        def raise_if_triton_unavailable(device: Any = None) -> None:
-            return None
-
-    return PlannedGpu
+def _answering(answers: dict[str, Any]) -> dict[str, Any]:
+    return {name: staticmethod(lambda *_, answer=answer, **__: answer) for name, answer in answers.items()}
 
 
 class PlannedKernel(TritonKernel):
@@ -141,6 +95,14 @@ def _one_by_one(nodes: list[Any], *_: Any, **__: Any) -> list[list[Any]]:
     return [[node] for node in nodes]
 
 
+def _writing(generate: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def generate_here(wrapper: Any, node: Any) -> None:
+        wrapper.writeline(_here(node))
+        generate(wrapper, node)
+
+    return generate_here
+
+
 class PlannedWrapper(PythonWrapperCodegen):
     """Inductor's wrapper, which also says of each allocation where it comes from, and asks nothing of a driver."""
 
@@ -158,25 +120,13 @@ class PlannedWrapper(PythonWrapperCodegen):
     def make_buffer_allocation(self, buffer: Any) -> str:
         return f"{_here(buffer)}; {super().make_buffer_allocation(buffer)}"
 
-    def generate_extern_kernel_out(self, node: ir.ExternKernelOut) -> None:
-        _writes(self, node)
-        super().generate_extern_kernel_out(node)
-
-    def generate_extern_kernel_alloc(self, node: ir.ExternKernelAlloc) -> None:
-        _writes(self, node)
-        super().generate_extern_kernel_alloc(node)
-
-    def generate_fallback_kernel(self, node: ir.FallbackKernel) -> None:
-        _writes(self, node)
-        super().generate_fallback_kernel(node)
+    generate_extern_kernel_out = _writing(PythonWrapperCodegen.generate_extern_kernel_out)
+    generate_extern_kernel_alloc = _writing(PythonWrapperCodegen.generate_extern_kernel_alloc)
+    generate_fallback_kernel = _writing(PythonWrapperCodegen.generate_fallback_kernel)
 
 
 class PlannedPart(PlannedWrapper, SubgraphPythonWrapperCodegen):
     """The same of a graph inside another, or of a part that becomes a CUDA graph."""
-
-
-def _writes(wrapper: Any, node: Any) -> None:
-    wrapper.writeline(_here(node))
 
 
 def _here(buffer: Any) -> str:
@@ -209,13 +159,14 @@ def planning(
         (partitioners, "functionalize_rng_ops", lambda _joint, forward, backward, *_: (forward, backward)),
         *without_driver(),
         *graphs.patches(),
-        *padding(capability),
+        *padding(properties),
     ]
     try:
         interfaces.update(names)
         common.register_backend_for_device("cuda", PlannedScheduling, PlannedWrapper)
         _forget_properties()
-        with Patches().applied(patches), inductor_config.patch(_SETTINGS):
+        semantics = current()
+        with Patches().applied(patches), inductor_config.patch(_SETTINGS), switches_of(semantics and semantics.release):
             yield
     finally:
         for registry, entries in zip((interfaces, codegens), before, strict=True):
@@ -239,22 +190,16 @@ _SETTINGS: Final = {
 """Compiled code is neither kept on disk nor checked while it runs: it computes nothing."""
 
 
-class Planned:
-    """The plan to run, in the place of the module that Inductor loads."""
+def _unloaded(graph: GraphLowering, lowered: Callable[[GraphLowering], None]) -> Any:
+    """Run Inductor's code generation; return, for the module that Inductor loads, what it wrote in a namespace of ours.
 
-    __file__ = "<memsize>"
-
-    def __init__(self, call: Any, runner: Any) -> None:
-        self.call = call
-        self.runner = runner
-        """What calls the parts of a graph of which CUDA graphs are made; None where it has no parts."""
-
-
-def _unloaded(graph: GraphLowering, lowered: Callable[[GraphLowering], None]) -> Planned:
-    """Run Inductor's code generation, and load what it wrote in a namespace of ours."""
+    Its `runner` calls the parts of a graph of which CUDA graphs are made; None where it has no parts.
+    """
     from memsize.compile.generated import loaded
 
     code, _ = graph.codegen()
     lowered(graph)
     forward = None if graph.is_backward else not graph.is_inference
-    return Planned(*loaded(code.value, Origins.of(graph), {**graph.constants, **graph.torchbind_constants}, forward))
+    constants = {**graph.constants, **graph.torchbind_constants}
+    call, runner = loaded(code.value, Origins.of(graph), constants, forward)
+    return SimpleNamespace(__file__="<memsize>", call=call, runner=runner)
