@@ -41,6 +41,6 @@ class GpuProperties:
 
     @classmethod
     def of(cls, capability: tuple[int, int]) -> GpuProperties:
-        """Those of a compute capability; of an unknown one, the A100's."""
+        """Return the properties for a compute capability; the A100's are the default."""
         multiprocessors, l2_cache, *speeds = _CARDS.get(capability, _CARDS[8, 0])
         return cls(*capability, multiprocessors, l2_cache * 2**20, *speeds)
