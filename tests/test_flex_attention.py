@@ -88,6 +88,19 @@ def test_a_step_holds_nothing_of_the_size_of_the_scores(compiled: bool) -> None:
     assert UNCOMPILED_FLEX in trace.notes
 
 
+def test_inside_compiled_code_it_takes_what_its_kernels_take() -> None:
+    """Those that it takes in eager code: Inductor would make the same kernels with Triton."""
+    options: dict[str, Any] = {"batch_size": 2, "optimizer": "sgd", "steps": 1}
+    eager, compiled = (
+        memsize.trace(Attending(bias=True, masked=True), (128, 64), scenario=name, **options).trace
+        for name in ("fp32", "fp32+compile")
+    )
+    assert not [note for note in compiled.notes if "could not be" in note]
+    for op in ("flex_attention", "flex_attention_backward"):
+        sizes = [sorted(each.bytes for each in trace.storages if each.op == op) for trace in (eager, compiled)]
+        assert sizes[0] == sizes[1] != []
+
+
 def test_what_is_kept_for_backward() -> None:
     report = memsize.report(Attending(), (128, 64), batch_size=2, scenarios="fp32,amp-bf16")
     x = 2 * 128 * 64

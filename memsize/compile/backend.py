@@ -16,6 +16,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, Final
 
+import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut
 from torch._inductor import compile_fx, config
@@ -28,7 +29,9 @@ from memsize.compile.cuda_graphs import CudaGraphs
 from memsize.compile.decompositions import cuda_decompositions
 from memsize.compile.devices import CPU, CUDA, META, Move
 from memsize.compile.generated import running_ledger
-from memsize.compile.gpu import GpuProperties, planning
+from memsize.compile.gpu import planning
+from memsize.compile.gpu_properties import GpuProperties
+from memsize.kernels.attention import flex_attention
 from memsize.kernels.semantics import current, switched_on
 from memsize.processes.patches import Patches, assigned, wrapping
 from memsize.records.aggregates import live_bytes
@@ -89,6 +92,7 @@ class Compiler:
 
     def _traced(self, compiling: Callable[..., Any], module: GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph with fakes on the CPU; where that fails, run it as it is written."""
+        _fuse_attention(module)
         move, as_traced = Move(CPU), _copied(module)
         try:
             with planning(self._capability, self._graphs), _tracing(), _fakes_moved(move):
@@ -127,6 +131,14 @@ class Compiler:
             return call(args)
         finally:
             self._unfused.append(range(before, len(ledger.events)))
+
+
+def _fuse_attention(module: GraphModule) -> None:
+    """Let FlexAttention be its kernels, which Inductor would make with Triton."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.higher_order.flex_attention:
+            node.target = flex_attention
+    module.recompile()
 
 
 def _copied(module: GraphModule) -> GraphModule:

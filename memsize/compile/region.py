@@ -37,6 +37,7 @@ from memsize.compile.devices import META
 from memsize.processes.patches import Patch, assigned, calling, wrapping
 from memsize.processes.simulation import open_simulation
 from memsize.spec.scenario import CompileMode
+from memsize.torch_internals.dispatch_key import KEY
 from memsize.tracing.named_devices import named_gpu
 from memsize.tracing.overrides import Compiles, compilation
 from memsize.tracing.run import Run
@@ -64,6 +65,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         wrapping(DDPOptimizer, "compile_fn", _divided),
         wrapping(FakeTensorMode, "__init__", _accepting),
         wrapping(FakeTensorMode, "dispatch", _on_stand_ins),
+        wrapping(torch._ops, "_compute_keyset", _beneath_semantics),
         (TensorVariable, "specialize", staticmethod(calling(_specialized, TensorVariable.specialize))),
         wrapping(UnspecializedNNModuleVariable, "call_function", _inlined),
         wrapping(torch._TorchCompileInductorWrapper, "__call__", _compiled, compiler),
@@ -193,6 +195,11 @@ def _on_stand_ins(
     if kwargs and part and part.is_tracing and named_gpu(kwargs.get("device")):
         kwargs = {**kwargs, "device": META}
     return original(mode, func, types, args, kwargs)
+
+
+def _beneath_semantics(original: Callable[..., Any], *args: Any) -> Any:
+    """The dispatch keys of a call of an operator on functions (FlexAttention's), which has no kernels of ours."""
+    return original(*args).remove(KEY)
 
 
 def _collected(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -319,14 +319,16 @@ class _FlexAttention(torch.autograd.Function):
 
 
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any], block_mask: tuple[Any, ...], *_: Any
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any], block_mask: tuple[Any, ...], *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, sums and greatest scores, as `torch.nn.attention.flex_attention`'s operator does on CUDA."""
     if torch.is_autocast_enabled("cuda"):
         lower = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(lower) for tensor in (query, key, value))
     cells = getattr(score_mod, "__closure__", None) or ()
-    read = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, torch.Tensor)]
+    in_graph = others[2] if len(others) > 2 else ()  # what a traced score function reads
+    values = [*(cell.cell_contents for cell in cells), *in_graph]
+    read = [value for value in values if isinstance(value, torch.Tensor)]
     mask = tuple(tensor for tensor in block_mask if isinstance(tensor, torch.Tensor))
     result: tuple[Tensor, Tensor, Tensor] = _FlexAttention.apply(query, key, value, mask, *read)  # type: ignore[no-untyped-call]
     return result
