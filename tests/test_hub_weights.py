@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -259,3 +260,24 @@ def test_a_model_may_be_larger_than_the_memory_of_this_machine(tmp_path: Path, l
         config.save_pretrained(folder)
     run = ran(tmp_path, f"{loading}\nmodel = Net.from_pretrained({str(folder)!r})\nnext(model.parameters()).cuda()\n")
     assert run.failure is None and run.peak.requested
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages that are resident are counted by Linux")
+def test_weights_on_their_way_to_the_gpu_are_not_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A file of zeros has one value everywhere, which reading it to its end would show."""
+    os.truncate(os.open(tmp_path / "weights", os.O_CREAT | os.O_WRONLY), 128 << 20)
+    ran(
+        tmp_path,
+        f"""
+        import re, torch
+        def resident():
+            with open("/proc/self/status") as status:
+                return int(re.search(r"RssFile:\\s*(\\d+) kB", status.read())[1])
+        weights = torch.from_file({str(tmp_path / "weights")!r}, size=64 << 20, dtype=torch.bfloat16).view(8192, 8192)
+        before = resident()
+        parameter = weights.cuda()
+        print("read", resident() - before, "KiB")
+        """,
+    )
+    kibibytes = int(capfd.readouterr().out.split("read ")[1].split()[0])
+    assert kibibytes < 16_384, "of 131,072"

@@ -20,6 +20,7 @@ from memsize.known_values.values import (
     constant_of,
     differ,
     entry_of,
+    is_large,
     is_small,
     is_uniform,
     set_constant,
@@ -75,6 +76,8 @@ def filled(diagonals: Tensor, shape: torch.Size) -> Tensor:
 def diagonals_in(matrix: Tensor) -> Tensor | None:
     """The diagonals of a real matrix (leading dimensions of one element aside); None where one of them varies."""
     if matrix.dim() < 2 or not matrix.numel() or matrix.numel() != matrix.shape[-1] * matrix.shape[-2]:
+        return None
+    if is_large(matrix):
         return None
     matrix = matrix.reshape(matrix.shape[-2:])
     # Most matrices are no such ones, which their first rows tell.

@@ -154,13 +154,18 @@ def is_uniform(value: torch.Tensor) -> bool:
     return value.numel() == 1 or not any(value.stride())
 
 
+def is_large(value: torch.Tensor) -> bool:
+    """Whether these are as many floats as a layer has weights. None are read: billions may be zeros, in a file."""
+    return value.is_floating_point() and value.numel() > MAX_ASSUMED_ELEMENTS
+
+
 _RANGED = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64))
 """Dtypes whose least and largest number take a quarter of the time of comparing each with one."""
 
 
 def has_single_value(value: torch.Tensor) -> bool:
     """Whether a constant has the same number everywhere, however it is stored."""
-    if is_uniform(value) or not value.numel():
+    if is_uniform(value) or not value.numel() or is_large(value):
         return is_uniform(value)
     number = value[(0,) * value.dim()]
     # Most masks have several, which two rows show.
