@@ -114,3 +114,18 @@ def test_layers_and_a_paged_optimizer_on_a_gpu(library: Any) -> None:
         # two moments of a byte, in the host's pages; their scales on the GPU
         assert [(state[key].device.type, state[key].nbytes) for key in ("state1", "state2")] == [("cpu", 512 * 512)] * 2
         assert state["absmax1"].device.type == "cuda" and state["absmax1"].nbytes == 4 * 512 * 512 // 256
+
+
+def test_kernels_that_a_program_calls_itself_do_nothing(library: Any) -> None:
+    """As axolotl's and Unsloth's LoRA do, with addresses of tensors that they have allocated."""
+    native = library.functional.lib
+    with memsize.virtual_gpu("a100"):
+        weight = library.nn.Params4bit(torch.randn(64, 64), requires_grad=False).cuda()
+        out = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
+        before = torch.cuda.memory_allocated()
+        pointers = [None, *(library.functional.get_ptr(part) for part in (weight, weight.quant_state.absmax, out))]
+        assert native.cdequantize_blockwise_bf16_nf4(*pointers, 64, out.numel(), None) == 0
+        assert torch.cuda.memory_allocated() == before
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="cdequantize_blockwise_bf16_nf4"):
+            native.cdequantize_blockwise_bf16_nf4()

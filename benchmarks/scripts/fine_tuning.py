@@ -107,11 +107,13 @@ RECIPES = (
         "axolotl qlora",
         "axolotl-ai-cloud/axolotl",
         "examples",
-        "-m axolotl.cli.train llama-3/qlora-1b.yml --attn_implementation=sdpa",
+        "-m axolotl.cli.train llama-3/qlora-1b.yml",
         (
             data.preset("meta-llama/Llama-3.2-1B", "NousResearch/Llama-3.2-1B"),
             data.tokenizer("NousResearch/Llama-3.2-1B"),
-            data.rows("teknium/GPT4-LLM-Cleaned/train.json", instruction=data.sentence, input="", output=data.sentence),
+            data.rows(
+                "teknium/GPT4-LLM-Cleaned/train.json", 1600, instruction=data.sentence, input="", output=data.sentence
+            ),
         ),
         needs=("axolotl", "bitsandbytes", "peft", "trl"),
         environment={"AXOLOTL_DO_NOT_TRACK": "1"},

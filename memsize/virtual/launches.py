@@ -1,8 +1,8 @@
-"""Launches that a virtual GPU leaves out: CUDA graphs, which run eagerly instead, and Triton kernels.
+"""Launches that a virtual GPU leaves out: CUDA graphs, which run eagerly instead, and kernels outside of PyTorch.
 
-Code inside a capture runs at once, and allocates from the ordinary memory pool. A Triton kernel writes into existing
-tensors, so nothing is allocated, and the known values of its arguments become unknown. Scratch memory of a kernel
-(`triton.set_allocator`) is not counted.
+Code inside a capture runs at once, and allocates from the ordinary memory pool. A kernel of Triton or of bitsandbytes'
+native library writes into existing tensors, so nothing is allocated; known values of Triton's arguments become unknown.
+Scratch memory of a kernel (`triton.set_allocator`) is not counted.
 
 Source: torch/cuda/graphs.py and memory.py.
 """
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from memsize.processes.patches import LatePatches, Patch
+from memsize.processes.patches import LatePatches, Patch, wrapping
 from memsize.records.finding import join_names
 from memsize.tracing.dispatch import left_out
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
@@ -102,5 +102,17 @@ def later(ledger: VirtualLedger) -> dict[str, LatePatches]:
         MODULE: lambda module: [
             (module.Autotuner, "run", noted),
             (sys.modules["triton.runtime.jit"].JITFunction, "run", noted),
-        ]
+        ],
+        "bitsandbytes.cextension": lambda module: [
+            wrapping(getattr(module, library), "__getattr__", _native_function)
+            for library in ("BNBNativeLibrary", "ErrorHandlerMockBNBNativeLibrary")
+            if hasattr(module, library)
+        ],
     }
+
+
+def _native_function(original: Callable[[Any, str], Any], library: Any, name: str) -> Any:
+    """A function that a program calls by itself, with addresses, as axolotl and Unsloth do; bitsandbytes' own calls
+    are ops. Those on the CPU are in the library for the CPU, the others need not be.
+    """
+    return (lambda *_: 0) if name.startswith("c") and "cpu" not in name else original(library, name)
