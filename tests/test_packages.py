@@ -407,6 +407,71 @@ except NotImplementedError as error:
     assert any("mmcv._ext is not installed" in note for note in answer.trace.notes)
 
 
+# -- linear attention --------------------------------------------------------------------------------------------------
+
+LINEAR = """
+import json, torch
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from fla.ops.gla import chunk_gla
+from fla.ops.simple_gla import chunk_simple_gla
+half, single = torch.bfloat16, torch.float32
+def new(*shape, dtype=half):
+    return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True)
+def heads(count, width=(128,), dtype=half):
+    return new(2, 2048, count, *width, dtype=dtype)
+def measured(function, *tensors, **options):
+    gradient = torch.empty_like(tensors[2])
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, state = function(*tensors, **options)
+    figures = [torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before]
+    torch.cuda.reset_peak_memory_stats()
+    out.backward(gradient)
+    print(json.dumps([*figures, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before]))
+"""
+ROWS = 2 * 2048
+
+
+def test_the_gated_delta_rule_keeps_a_system_for_each_chunk(figures: Figures) -> None:
+    """The last two are those of fla 0.6.0's own code, as are all figures here."""
+    line = "heads(8), heads(8), heads(16), heads(16, (), single), heads(16, ())"
+    (kept, forward, backward, after), _ = figures(LINEAR, f"measured(chunk_gated_delta_rule, {line})")
+    out, gate, system = 2 * ROWS * 16 * 128, 4 * ROWS * 16, 2 * ROWS * 16 * 64
+    assert kept == out + gate + system
+    # Keys, values, new values, and a state of 128 × 128 for each of 2 · 32 chunks and 16 heads.
+    assert forward == kept + 3 * out + 2 * 2 * 32 * 16 * 128 * 128
+    assert (backward, after) == (235_798_528, 50_724_864)
+
+
+def test_the_gated_delta_rule_with_normalized_keys_and_its_last_state(figures: Figures) -> None:
+    line = "heads(8), heads(8), heads(16), heads(16, (), single), heads(16, ())"
+    options = "use_qk_l2norm_in_kernel=True, output_final_state=True"
+    answer, _ = figures(LINEAR, f"measured(chunk_gated_delta_rule, {line}, {options})")
+    # Both normalized, the norms of 2 · 8 heads, and 2 · 16 states in float32.
+    assert answer[0] == 25_427_968 + 2 * 2 * ROWS * 8 * 128 + 2 * 4 * ROWS * 8 + 4 * 2 * 16 * 128 * 128
+    assert answer[1:] == [128_450_560, 257_032_192, 52_822_016]
+
+
+def test_a_gate_of_16_bits_is_summed_again_in_backward(figures: Figures) -> None:
+    line = "measured(chunk_gla, heads(8), heads(8), heads(8), heads(8, dtype={}))"
+    answers = [figures(LINEAR, line.format(dtype))[0] for dtype in ("half", "single")]
+    within, out, gate = 4 * ROWS * 8 * 64, 2 * ROWS * 8 * 128, 4 * ROWS * 8 * 128
+    assert [answer[0] for answer in answers] == [within + out, within + out + gate]
+    assert answers[0][1:] == [50_331_648, 201_326_592, 41_943_040]
+
+
+def test_simple_gla_keeps_its_gate(figures: Figures) -> None:
+    answer, run = figures(LINEAR, "measured(chunk_simple_gla, heads(8), heads(8), heads(8), heads(8, ()))")
+    assert answer == [4 * ROWS * 8 + 2 * ROWS * 8 * 128, 25_296_896, 100_925_440, 33_619_968]
+    assert any("fla is not installed" in note for note in run.trace.notes)
+
+
+def test_what_fla_is_not_simulated_with_is_named(figures: Figures) -> None:
+    line = "measured(chunk_simple_gla, heads(8), heads(8), heads(8), g_gamma=new(8))"
+    with pytest.raises(memsize.MemsizeError, match="g_gamma of SimpleGated in fla is not simulated: install"):
+        figures(LINEAR, line)
+
+
 # -- Transformer Engine ------------------------------------------------------------------------------------------------
 
 ENGINE = """

@@ -291,7 +291,7 @@ _INSTEAD: Final = {
     "deepspeed": 'set "torch_adam": true in the optimizer\'s params of its config: its ZeRO runs without a GPU then',
     "flash_attn": _SDPA,
     "flash_attn_interface": _SDPA,
-    "fla": "take the model's implementation without it, or register fakes of its kernels",
+    "fla": "install Triton beside it: its own code runs, and its kernels are simulated",
     "liger_kernel": "set use_liger_kernel=False",
     "mamba_ssm": _MAMBA,
     "transformer_engine": "take its Linear, LayerNormLinear, LayerNormMLP, attention or TransformerLayer, simulated",
