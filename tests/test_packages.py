@@ -600,11 +600,54 @@ print(json.dumps([sum(parameter.numel() for parameter in layer.parameters())]))
     assert on("h100", line) == [qkv + projection + mlp + 2 * 2 * 1024]
 
 
-def test_parameters_in_float8_are_refused(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ENGINE + "with te.fp8_model_init(enabled=True):\n    linear()\n")
-    with pytest.raises(memsize.MemsizeError, match="fp8_model_init"):
-        memsize.run(script, gpu="h100")
+PARAMETERS = """
+with te.quantized_model_init(enabled=True, recipe={recipe}):
+    layer = linear()
+print(json.dumps([torch.cuda.memory_allocated(), layer.weight.dtype == torch.bfloat16]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "recipe", "expected"),
+    [
+        # Data and a transposed copy, each with its scale, in a block of 512 bytes.
+        ("h100", "DelayedScaling()", 2 * TOKEN_BYTES + 2 * 512),
+        # A Blackwell multiplies by one copy.
+        ("b200", "Float8CurrentScaling()", TOKEN_BYTES + 512),
+        # 32 values in either direction share a byte.
+        ("b200", "MXFP8BlockScaling()", 2 * (TOKEN_BYTES + TOKEN_BYTES // 32)),
+        # 128 × 128 values share a float32: 8 × 32 and 32 × 8 of them.
+        ("h100", "Float8BlockScaling()", 2 * (TOKEN_BYTES + 4 * 8 * 32)),
+    ],
+)
+def test_parameters_in_float8(on: On, gpu: str, recipe: str, expected: int) -> None:
+    assert on(gpu, PARAMETERS.format(recipe=recipe)) == [expected, True]
+
+
+def test_parameters_in_float8_are_multiplied_as_they_are(on: On) -> None:
+    line = "with te.fp8_model_init(recipe=DelayedScaling()):\n    layer = linear()\nmeasured(layer, DelayedScaling())"
+    forward, most, after = on("h100", line)
+    copied, copied_most, copied_after = on("h100", "measured(linear(), DelayedScaling())")
+    weights = 2 * (TOKEN_BYTES + 512)
+    assert (forward, most, after) == (copied - weights, copied_most - weights, copied_after)
+
+
+def test_an_optimizer_dequantizes_parameters_in_float8(on: On) -> None:
+    text = """
+with te.fp8_model_init(recipe=DelayedScaling()):
+    layer = linear()
+optimizer = torch.optim.AdamW(layer.parameters())
+layer.weight.grad = torch.empty(4096, 1024, dtype=torch.bfloat16, device="cuda")
+before = torch.cuda.memory_allocated()
+torch.cuda.reset_peak_memory_stats()
+optimizer.step()
+print(json.dumps([torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before]))
+"""
+    after, most = on("h100", text)
+    half = 2 * TOKEN_BYTES
+    assert after == 2 * half
+    # The root of the second moment and its quotient; later that, and the weight in 16 bits.
+    assert most == after + 2 * half
 
 
 # -- optimizers, and what libraries see --------------------------------------------------------------------------------

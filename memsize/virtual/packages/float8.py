@@ -1,7 +1,8 @@
 """Tensors in float8 as Transformer Engine's products read them: the bytes of data and scales, by recipe.
 
 Source: TransformerEngine 2.20, `common/recipe/__init__.py`, `pytorch/quantization.py` and `pytorch/tensor/`
-(`float8_tensor.py`, `mxfp8_tensor.py`, `float8_blockwise_tensor.py`: shapes of data and scales, `update_usage`).
+(`float8_tensor.py`, `mxfp8_tensor.py`, `float8_blockwise_tensor.py`: shapes of data and scales, `update_usage`), and
+`pytorch/quantized_tensor.py` for parameters that are float8 themselves.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+from memsize.torch_internals.pytree import map_tensors
 
 _BLACKWELL: Final = (10, 0)
 _SM120: Final = (12, 0)
@@ -119,6 +122,47 @@ class Operands(NamedTuple):
         return self.columns if needed else ()
 
 
+class Float8Tensor(Tensor):
+    """A weight that is there in float8 alone, and passes for one of `dtype`: any op reads it in that dtype, an op that
+    writes to it converts it back.
+    """
+
+    operands: Operands
+
+    @staticmethod
+    def __new__(cls, like: Tensor, operands: Operands) -> Float8Tensor:
+        tensor: Float8Tensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, dtype=like.dtype, device=like.device
+        )
+        tensor.operands = operands
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0], args[0].operands)
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
+            return args[0]
+        result = func(*map_tensors(_dequantized, args), **map_tensors(_dequantized, kwargs or {}))
+        return args[0] if func._schema.is_mutable else result
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [f"part{number}" for number, _ in enumerate(self.operands.all)], None
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("part"):
+            return self.operands.all[int(name[4:])]
+        raise AttributeError(name)
+
+
+def _dequantized(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Float8Tensor):
+        return tensor.operands.rows[0].new_empty(tensor.shape, dtype=tensor.dtype)
+    return tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Numerics:
     """The dtype that products return, and the recipe of their operands; None: that dtype."""
@@ -160,7 +204,11 @@ class Numerics:
         return Operands(rows, self._copy(tensor, size, True, is_weight) if columns else ())
 
     def weight(self, weight: Tensor, columns: bool, cache: list[Operands] | None) -> Operands:
-        """The same for a weight, from `cache` where it is there."""
+        """The same for a weight, from `cache` where it is there, or as it is."""
+        if isinstance(weight, Float8Tensor):
+            if self.recipe is not None:
+                return weight.operands
+            weight = _dequantized(weight)
         if cache:
             return cache[0]
         operands = self.operands(weight, columns=columns, is_weight=True)

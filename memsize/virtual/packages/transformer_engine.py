@@ -5,8 +5,7 @@ the backward is there twice before Blackwell: row by row and transposed. Of an i
 weight both; the weight itself stays in its own dtype.
 
 Source: TransformerEngine 2.20, `pytorch/module/` and `pytorch/transformer.py`; `float8_products` has what the layers
-save. Known limits: attention is that of the fused kernels, without cuDNN's workspace, and parameters in float8
-(`fp8_model_init`) are refused.
+save. Known limits: attention is that of the fused kernels, without cuDNN's workspace; NVFP4 is not simulated.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from memsize.virtual.packages.float8 import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8Tensor,
     Format,
     MXFP8BlockScaling,
     Numerics,
@@ -35,6 +35,7 @@ from memsize.virtual.packages.float8 import (
 from memsize.virtual.packages.float8_products import LinearProduct, NormProduct, NormProducts
 
 _recipe: ContextVar[Recipe | None] = ContextVar("recipe", default=None)
+_recipe_of_weights: ContextVar[Recipe | None] = ContextVar("recipe of weights", default=None)
 _GATED: Final = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
 
 
@@ -50,11 +51,13 @@ def autocast(enabled: bool = True, *_: Any, recipe: Recipe | None = None, **opti
 
 
 @contextmanager
-def fp8_model_init(enabled: bool = True, **_: Any) -> Iterator[None]:
-    """Layers whose parameters are float8 themselves are not simulated."""
-    if enabled:
-        raise NotImplementedError("parameters in float8 (fp8_model_init) are not simulated; fp8_autocast is")
-    yield
+def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, **_: Any) -> Iterator[None]:
+    """While open, the weights of new layers are in float8 by `recipe`, and nowhere else."""
+    token = _recipe_of_weights.set((recipe or default_recipe()) if enabled else None)
+    try:
+        yield
+    finally:
+        _recipe_of_weights.reset(token)
 
 
 class _Layer(nn.Module):
@@ -69,8 +72,13 @@ class _Layer(nn.Module):
         self._histories: list[Tensor] = []
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """A new parameter."""
-        return nn.Parameter(torch.empty(shape, **self._options))
+        """A new parameter; a matrix may be one in float8."""
+        tensor, recipe = torch.empty(shape, **self._options), _recipe_of_weights.get()
+        if recipe is not None and len(shape) == 2:
+            numerics = Numerics(tensor.dtype, recipe)
+            operands = numerics.operands(tensor, columns=torch.is_grad_enabled(), is_weight=True)
+            tensor = Float8Tensor(tensor, operands)
+        return nn.Parameter(tensor)
 
     def numerics(self, x: Tensor) -> Numerics:
         """How the layer multiplies `x`."""
@@ -337,7 +345,8 @@ _NAMES: Final[dict[str, Any]] = {
     **_LAYERS,
     "autocast": autocast,
     "fp8_autocast": autocast,
-    "fp8_model_init": fp8_model_init,
+    "fp8_model_init": quantized_model_init,
+    "quantized_model_init": quantized_model_init,
     "is_fp8_available": lambda **_: torch.cuda.get_device_capability() >= (8, 9),
 }
 MODULES: Final[dict[str, dict[str, Any]]] = {
