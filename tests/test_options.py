@@ -124,18 +124,19 @@ REST: dict[str, dict[str, Any]] = {
 """What else a call needs; of the other functions a model and its input."""
 
 
-@pytest.mark.parametrize(("name", "key"), KEYWORDS)
-def test_a_value_of_another_type_is_refused_by_the_name_of_its_keyword(name: str, key: str) -> None:
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_keyword(name: str) -> None:
     rest = REST.get(name, {"model": NET, "input_size": (8,)})
-    annotation = inspect.signature(getattr(memsize, name)).parameters[key].annotation
-    with pytest.raises(MemsizeError) as caught:
-        getattr(memsize, name)(**rest | {key: Odd()})
-    text = str(caught.value)
-    assert not re.search(r"(^|\s)--\w", text)
-    if "Literal" in annotation:
-        assert text.startswith(f"no {key.replace('_', ' ')} ")
-    else:
-        assert re.match(rf"{key} is '.*Odd object.*': it should be ", text)
+    for key in (key for function, key in KEYWORDS if function == name):
+        annotation = inspect.signature(getattr(memsize, name)).parameters[key].annotation
+        with pytest.raises(MemsizeError) as caught:
+            getattr(memsize, name)(**rest | {key: Odd()})
+        text = str(caught.value)
+        assert not re.search(r"(^|\s)--\w", text), key
+        if "Literal" in annotation:
+            assert text.startswith(f"no {key.replace('_', ' ')} ")
+        else:
+            assert re.match(rf"{key} is '.*Odd object.*': it should be ", text), key
 
 
 def test_names_that_were_never_released_are_unknown() -> None:

@@ -786,10 +786,10 @@ def test_list_rules_know_dense_tensors_only() -> None:
 # -- the table itself -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(name for name in TABLE | SPARSE_TABLE if not name.startswith(OF_A_LIBRARY)))
-def test_every_name_is_an_op_of_the_installed_torch(name: str) -> None:
-    assert RULES[overload(name)] is TABLE.get(name)
-    assert SPARSE_RULES[overload(name)] is SPARSE_TABLE.get(name)
+def test_every_name_is_an_op_of_the_installed_torch() -> None:
+    for name in sorted(name for name in TABLE | SPARSE_TABLE if not name.startswith(OF_A_LIBRARY)):
+        assert RULES[overload(name)] is TABLE.get(name), name
+        assert SPARSE_RULES[overload(name)] is SPARSE_TABLE.get(name), name
 
 
 def test_a_second_rule_for_an_op_is_refused() -> None:

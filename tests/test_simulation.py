@@ -66,9 +66,10 @@ def test_one_module_assigns_to_attributes_of_other_libraries() -> None:
     assignments = [
         f"{path.relative_to(PACKAGE)}:{target.lineno}: {ast.unparse(target)}"
         for path, tree in modules()
+        for foreign in [foreign_names(tree)]
         for node in ast.walk(tree)
         for target in targets(node)
-        if isinstance(target, ast.Attribute) and root(target) in foreign_names(tree)
+        if isinstance(target, ast.Attribute) and root(target) in foreign
     ]
     assert assignments == []
 
