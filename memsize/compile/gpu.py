@@ -95,7 +95,7 @@ def _one_by_one(nodes: list[Any], *_: Any, **__: Any) -> list[list[Any]]:
     return [[node] for node in nodes]
 
 
-def _writing(generate: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def _writing(generate: Callable[..., Any]) -> Any:
     def generate_here(wrapper: Any, node: Any) -> None:
         wrapper.writeline(_here(node))
         generate(wrapper, node)
@@ -165,8 +165,8 @@ def planning(
         interfaces.update(names)
         common.register_backend_for_device("cuda", PlannedScheduling, PlannedWrapper)
         _forget_properties()
-        semantics = current()
-        with Patches().applied(patches), inductor_config.patch(_SETTINGS), switches_of(semantics and semantics.release):
+        release = semantics.release if (semantics := current()) else None
+        with Patches().applied(patches), inductor_config.patch(_SETTINGS), switches_of(release):
             yield
     finally:
         for registry, entries in zip((interfaces, codegens), before, strict=True):

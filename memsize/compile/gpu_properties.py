@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-_CARDS: Final = {
+_CARDS: Final[dict[tuple[int, int], tuple[int, int, float, float, float]]] = {
     (7, 0): (80, 6, 125, 15.7, 900),
     (7, 5): (40, 4, 65, 8.1, 320),
     (8, 0): (108, 40, 312, 19.5, 2039),
@@ -42,5 +42,5 @@ class GpuProperties:
     @classmethod
     def of(cls, capability: tuple[int, int]) -> GpuProperties:
         """Return the properties for a compute capability; the A100's are the default."""
-        multiprocessors, l2_cache, *speeds = _CARDS.get(capability, _CARDS[8, 0])
-        return cls(*capability, multiprocessors, l2_cache * 2**20, *speeds)
+        multiprocessors, l2_cache, half, single, memory = _CARDS.get(capability, _CARDS[8, 0])
+        return cls(*capability, multiprocessors, l2_cache * 2**20, half, single, memory)
