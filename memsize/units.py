@@ -99,6 +99,15 @@ def format_together(sizes: Collection[int], unit: str = AUTO) -> dict[int, str]:
     return texts
 
 
+def format_span(low: int, high: int, unit: str = AUTO, *, beside: int = 0) -> str:
+    """The ends of an interval in the unit that suits its upper end, compared with `beside`: ``7.25 to 7.47 GiB``."""
+    shared = unit_for(high, unit, beside=beside)
+    if shared.amount(low) == shared.amount(high):
+        shared = shared._replace(rounded=False)
+    ends = dict.fromkeys((shared.amount(low), shared.amount(high)))
+    return f"{' to '.join(ends)} {shared.name}"
+
+
 def signed_share(before: int, after: int) -> str:
     """The change of a figure as a share of `before`: ``signed_share(100, 71) == "−29.0%"``."""
     return f"{(after - before) / before:+.1%}".replace("-", "−") if before else "from nothing"

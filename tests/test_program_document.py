@@ -166,7 +166,7 @@ def test_a_script_that_failed_is_said_to_have_failed_first() -> None:
 
 def test_what_fits_is_said_with_its_largest_tensor() -> None:
     text = program().findings[0].text()
-    assert "0.33 GiB to 0.67 GiB of 14.6 GiB" in text and "8.00 MiB of activations, is allocated at net.py:12" in text
+    assert "0.33 to 0.67 GiB of 14.6 GiB" in text and "8.00 MiB of activations, is allocated at net.py:12" in text
 
 
 def test_what_does_not_fit_is_said_with_its_line() -> None:
@@ -195,7 +195,7 @@ def test_a_program_that_goes_on_is_told_whether_the_rest_fits(count: int, steps:
     refused = Refused(20 * MiB, 5 * MiB, 100 * MiB, "relu", "body", "forward 2", "net.py:12")
     run = replace(program(), refused=(refused,) * count, steps=steps, went_on=after)
     (found,) = (each for each in PROGRAM_RULES.findings(run) if each.code == "run-out-of-memory")
-    told = told.format(peak="0.33 GiB to 0.67 GiB of 14.6 GiB at the peak")
+    told = told.format(peak="0.33 to 0.67 GiB of 14.6 GiB at the peak")
     times = "once, at net.py:12" if count == 1 else "2 times, first at net.py:12"
     assert found.in_brief() == f"The script runs out of memory on Tesla T4 {times}, and goes on: {told}."
     assert found.text() == f"{found.in_brief()} In forward 2 of body, relu needs 20.00 MiB, 5.00 MiB are left."
@@ -212,7 +212,7 @@ def test_the_verdict_is_short_and_why_says_all() -> None:
     run = replace(found, growth=Growth(MiB, "net.py:12", None), kept_gradients=KeptGradients(MiB, "late", "train.py:9"))
     told = document(replace(run, findings=PROGRAM_RULES.findings(run)))
     assert [finding.in_brief() for finding in told.verdict()] == [
-        "It fits on Tesla T4: 0.33 GiB to 0.67 GiB of 14.6 GiB at the peak, in backward 1 of body.",
+        "It fits on Tesla T4: 0.33 to 0.67 GiB of 14.6 GiB at the peak, in backward 1 of body.",
         "Every step leaves 1.00 MiB behind, made at net.py:12.",
         "zero_grad at train.py:9 comes after the forward, so 1.00 MiB of old gradients stay alive during it. Call it "
         "before.",

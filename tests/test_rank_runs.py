@@ -146,7 +146,7 @@ def told(runs: RankRuns) -> list[str]:
 
 def test_the_worst_rank_is_named() -> None:
     assert told(two_kinds()) == [
-        "All 8 ranks fit on Tesla T4: ranks 0–5 need the most, 0.33 GiB to 0.67 GiB of 14.6 GiB at the peak, in "
+        "All 8 ranks fit on Tesla T4: ranks 0–5 need the most, 0.33 to 0.67 GiB of 14.6 GiB at the peak, in "
         "backward 1 of body.",
         "Ranks 6 and 7 hold 2.00 MiB less in tensors at the peak, 2.00 MiB of it parameters.",
         "6 of 8 ranks were run: 0 and 3–7.",
@@ -163,7 +163,7 @@ def test_the_worst_rank_is_named() -> None:
 )
 def test_ranks_of_two_kinds_that_need_as_much_are_said_together(sizes: Sequence[int], said: str) -> None:
     kinds = tuple(RankGroup((rank,), of_size(size)) for rank, size in enumerate(sizes))
-    assert f"All {len(sizes)} ranks fit on Tesla T4: {said} GiB" in told(RankRuns(len(sizes), 1, kinds))[0]
+    assert f"All {len(sizes)} ranks fit on Tesla T4: {said} to 0.67 GiB" in told(RankRuns(len(sizes), 1, kinds))[0]
 
 
 def test_a_rank_that_does_not_fit_is_the_worst() -> None:

@@ -16,6 +16,7 @@ from memsize.units import (
     GiB,
     MiB,
     format_bytes,
+    format_span,
     format_together,
     parse_bytes,
     signed_share,
@@ -86,6 +87,14 @@ def test_sizes_of_one_sentence_compare() -> None:
     assert format_together([3 * MiB, 5]) == {3 * MiB: "3.00 MiB", 5: "5 B"}
     assert format_together([14_546 * MiB], "MiB") == {14_546 * MiB: "14,546.00 MiB"}
     assert format_together([]) == {}
+
+
+def test_the_ends_of_an_interval_share_a_unit() -> None:
+    assert format_span(98 * MiB, 249 * MiB) == "98.00 to 249.00 MiB"
+    assert format_span(98 * MiB, 249 * MiB, beside=14_909 * MiB) == "0.10 to 0.24 GiB"
+    assert format_span(14_931 * MiB, 14_976 * MiB) == "14.58 to 14.62 GiB"  # 14.6 both, with three digits
+    assert format_span(GiB, GiB) == "1.00 GiB"
+    assert format_span(98 * MiB, 2 * GiB, "MB") == "102.76 to 2,147.48 MB"
 
 
 def test_the_ways_to_count_a_peak_share_a_unit_which_the_gpu_need_not() -> None:

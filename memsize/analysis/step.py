@@ -35,7 +35,7 @@ from memsize.records.run_file import read_run
 from memsize.records.timeline import LengthRow, Timeline
 from memsize.records.trace import Trace
 from memsize.spec.requests import OnExcess
-from memsize.units import format_bytes, format_together
+from memsize.units import format_bytes, format_span, format_together
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -138,7 +138,7 @@ class StepTrace(Saveable):
         levels = {name: getattr(peak, name) for name in ("requested", "allocated", "reserved")}
         sizes = format_together([*levels.values(), *peak.roles.values()])
         lines += [f"  {name:<10} {sizes[size]}" for name, size in levels.items()]
-        lines += [f"  device     {format_bytes(peak.device.low)} to {format_bytes(peak.device.high)}"]
+        lines += [f"  device     {format_span(*peak.device)}"]
         width = max(map(len, ("optimizer state", *peak.roles)))
         lines += [f"    {role:<{width}}  {sizes[size]}" for role, size in peak.roles.items()]
         if peak.collectives:

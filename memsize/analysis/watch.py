@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from memsize.errors import InputError, first_line
 from memsize.records.gpu import Interval
-from memsize.units import format_bytes, format_together
+from memsize.units import format_bytes, format_span, format_together
 
 
 class Reading(NamedTuple):
@@ -86,7 +86,7 @@ class Watch:
         curve = "".join(
             _BLOCKS[min(used * len(_BLOCKS) // max(self.most, 1), len(_BLOCKS) - 1)] for used in self._curve()
         )
-        expected = f", predicted {_between(self.predicted)}" if self.predicted else ""
+        expected = f", predicted {format_span(*self.predicted)}" if self.predicted else ""
         return (
             f"{curve} {sizes[last.used]}, at most {sizes[self.most]}{expected}; {sizes[last.free]} free on {last.card}"
         )
@@ -110,7 +110,7 @@ class Watch:
             missing = format_bytes(self.predicted.low - last.used)
             yield "short", f"it will need {missing} more, and {format_bytes(last.free)} are free on {last.card}"
         if self.predicted and last.used > self.predicted.high:
-            yield "above", f"it takes {format_bytes(last.used)}, more than predicted ({_between(self.predicted)})"
+            yield "above", f"it takes {format_bytes(last.used)}, more than predicted ({format_span(*self.predicted)})"
         rate = self._growth()
         if rate and last.free < rate * _NEAR:
             per_minute, minutes = format_bytes(int(rate * 60)), last.free / rate / 60
@@ -129,18 +129,12 @@ class Watch:
 
     def summary(self) -> str:
         """The whole in a sentence."""
-        expected = f"; {_between(self.predicted)} were predicted" if self.predicted else ""
+        expected = f"; {format_span(*self.predicted)} were predicted" if self.predicted else ""
         last = self.readings[-1]
         return (
             f"It took at most {format_bytes(self.most)} of {format_bytes(last.total)} on {last.card} in "
             f"{self.seconds[-1]:.0f} s{expected}."
         )
-
-
-def _between(interval: Interval) -> str:
-    sizes = format_together(interval)
-    low, high = (sizes[size] for size in interval)
-    return low if low == high else f"{low} to {high}"
 
 
 CURRENT: Final = "allocated_bytes.all.current"

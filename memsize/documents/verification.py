@@ -10,7 +10,7 @@ from memsize.documents import Document, plain, renamed
 from memsize.documents.sections import Bar, Bars, Part, Section, Table, Title
 from memsize.documents.shared import listed
 from memsize.records.fields import Label
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, sizes
 from memsize.records.verification import (
     DIFFERENCE_FIELDS,
     FIGURE_FIELDS,
@@ -19,7 +19,7 @@ from memsize.records.verification import (
     Verification,
     VerifiedRun,
 )
-from memsize.units import Bytes, dotted_cudnn
+from memsize.units import dotted_cudnn
 
 SCHEMA: Final = "memsize.verification/1"
 MOST_DIFFERENCES: Final = 20
@@ -61,14 +61,11 @@ class VerificationDocument(Document[Verification]):
         worst = max(shared, key=lambda comparison: abs(comparison.share or 0))
         text = "Every measured figure equals the prediction or lies within its bounds."
         if worst.share:
-            between = "{predicted} to {most}" if worst.predicted.high > worst.predicted.low else "{predicted}"
-            text = f"{{figure}} has the largest error, {{share}}: {between} predicted, {{measured}} measured."
+            text = "{figure} has the largest error, {share}: {low} to {high} predicted, {measured} measured."
         values = {
             "figure": worst.figure.capitalize(),
             "share": f"{worst.share or 0:+.2%}".replace("-", "−"),
-            "predicted": Bytes(worst.predicted.low),
-            "most": Bytes(worst.predicted.high),
-            "measured": Bytes(worst.measured or 0),
+            **sizes(low=worst.predicted.low, high=worst.predicted.high, measured=worst.measured),
         }
         accuracy, alignment = Finding("accuracy", text, values), self.answer.alignment
         if alignment is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar, cast
 
-from memsize.units import AUTO, Bytes, format_together
+from memsize.units import AUTO, Bytes, format_span, format_together
 
 Severity = Literal["error", "warning", "note"]
 """How serious a problem is: an error breaks a check."""
@@ -63,6 +63,10 @@ _SPECS: Final = ("", ",", ".0%")
 """How a sentence may format a value; a file could ask for any width."""
 
 
+_ENDS: Final = "{low} to {high}"
+"""The ends of an interval in a sentence, which share a unit: ``7.25 to 7.47 GiB``."""
+
+
 class _Sentence(Formatter):
     """A `str.format` that draws values as memsize does."""
 
@@ -73,6 +77,10 @@ class _Sentence(Formatter):
     def vformat(self, format_string: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         used = (kwargs.get(name or "") for _, name, _, _ in self.parse(format_string))
         self.sizes = format_together({value for value in used if isinstance(value, Bytes)}, self.unit)
+        if _ENDS in format_string:
+            low, high = (cast(int, kwargs[name]) for name in ("low", "high"))
+            largest = max(self.sizes)
+            format_string = format_string.replace(_ENDS, format_span(low, high, self.unit, beside=largest))
         return super().vformat(format_string, args, kwargs)
 
     def format_field(self, value: Any, format_spec: str) -> str:
