@@ -33,7 +33,7 @@ _VALUES = {
     "batch": "vary",
     "64": "size next batch start least most step count all of matching times sizes elements blocks",
     "8": "ranks rank cells missing tensors matched real seqs",
-    "2,048": "tokens context prompt new parameters theirs ours longest each",
+    "2,048": "tokens about context prompt new parameters theirs ours longest each",
     "blocks.0 and fc": "layers names owners left done layer place",
     "train.py:12": "line at",
     "train.py --lr 1": "command",

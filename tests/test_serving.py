@@ -23,7 +23,7 @@ from tests.workloads import CachedLayer
 
 OUTSIDE = Interval(2**30 // 100, 2**30 * 16 // 100)
 """0.01 to 0.16 GiB that a server takes beside the allocator and the context, as vLLM logs them."""
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 
 pytest.importorskip("transformers")
 
@@ -352,11 +352,48 @@ def test_a_step_is_run_once_for_one_model(config: Callable[..., str]) -> None:
     assert f"the model has positions for {most:,} tokens: vLLM takes no longer context on its own" in found.notes[0]
 
 
-def test_requests_are_told_as_exactly_as_they_are_known() -> None:
-    assert Concurrency(1.0, 11.719).texts() == ("1.00", "11.71")
-    assert Concurrency(0.999, 99.999).texts() == ("0.99", "99.99")
-    assert Concurrency(23 / 20, 99.5).texts() == ("1.15", "99.50")
-    assert Concurrency(100.0, 466_652.57).texts() == ("100", "466,652")
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [((1.0, 1.0), "1.00"), ((23 / 20, 23 / 20), "1.15"), ((0.999, 99.999), "50.49"), ((100.0, 466_652.57), "233,376")],
+)
+def test_requests_are_told_as_exactly_as_they_are_known(ends: tuple[float, float], text: str) -> None:
+    assert Concurrency(*ends).middle == text
+
+
+def test_a_verdict_says_the_middle_of_a_cache_first(config: Callable[..., str]) -> None:
+    """Middles, and what is compared with them, are those of the same interval; no end of it is said alone."""
+    options: dict[str, Any] = {"gpu": "t4", "server": "vllm=0.33.0", "scenarios": "as-given,int4-weight"}
+    report = memsize.serve(config(**SMALL), max_model_len=10**9, **options)
+    by_code = {finding.code: finding for finding in report.why()}
+    tokens = report.ran[0].paged.tokens  # type: ignore[union-attr]
+    about = by_code["serves"].values["about"]
+    assert isinstance(about, int)
+    assert tokens.low < about < tokens.high
+    assert abs(about - tokens.middle) * 20 <= tokens.high - tokens.low
+    verdict = by_code["serves"].text()
+    assert (
+        f"about {about:,} tokens ({tokens.low:,} to {tokens.high:,}): less than one request of 1,000,000,000" in verdict
+    )
+    too_long = by_code["request-too-long"].text()
+    assert "the cache is up to" in too_long
+    assert f"Requests of up to {report.ran[0].paged.longest.low:,} tokens fit." in too_long  # type: ignore[union-attr]
+
+
+def test_a_cache_of_which_only_the_most_is_known_above_nothing(config: Callable[..., str]) -> None:
+    """1 MiB is left at most, where graphs and what lies outside PyTorch may also leave nothing."""
+    target, options = config(**SMALL), {"gpu": "t4", "server": "vllm=0.20.0", "scenarios": "as-given"}
+    (row,) = memsize.serve(target, **options).ran  # type: ignore[arg-type]
+    assert row.paged is not None
+    taken = card("t4").bytes * 0.92 - row.paged.available.high
+    share = (taken + 2**20) / card("t4").bytes
+    report = memsize.serve(target, gpu_memory_utilization=share, **options)  # type: ignore[arg-type]
+    (paged,) = (row.paged for row in report.ran)
+    assert paged is not None
+    assert paged.available.low == 0 < paged.available.high
+    texts = " ".join(finding.text() for finding in report.why())
+    assert "0.00" not in texts
+    assert f"(0 to {paged.tokens.high:,})" in texts
+    assert f"Requests of more than {paged.longest.high:,} tokens do not fit." in texts  # type: ignore[union-attr]
 
 
 def test_a_request_that_is_longer_than_the_cache(config: Callable[..., str]) -> None:
@@ -597,6 +634,67 @@ def test_room_for_cuda_graphs_is_an_interval(config: Callable[..., str]) -> None
     assert captured.paged and eager.paged
     assert eager.paged.available.high - captured.paged.available.high == captured.graphs.low
     assert any("CUDA graphs" in text for text in memsize.serve(config(**SMALL), **PLAIN).assumptions)
+
+
+@pytest.mark.parametrize(
+    ("release", "gpu", "seqs", "sizes"),
+    [  # "Profiling CUDA graph memory: PIECEWISE=51 (largest=512), FULL=35 (largest=256)" in logs
+        ("0.21.0", "RTX 4090", 256, (51, 35, 512)),
+        ("0.26.0", "B300", 1024, (51, 51, 512)),
+        ("0.28.0", "B300", 1024, (83, 83, 1024)),
+        ("0.28.0", "RTX 5090", 1024, (51, 51, 512)),
+        ("0.22.0", "A40", 128, (35, 19, 256)),
+        ("0.20.0", "RTX 5090", 40, (13, 8, 80)),
+        ("0.20.0", "RTX 5090", 32, (11, 7, 64)),
+        ("0.20.0", "RTX 5090", 2, (3, 2, 4)),
+        ("0.20.0", "RTX 5090", 1, (2, 1, 2)),
+    ],
+)
+def test_the_graphs_that_are_captured(
+    release: str, gpu: str, seqs: int, sizes: tuple[int, int, int], config: Callable[..., str]
+) -> None:
+    mixture = SMALL | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16}
+    options = {"gpu": gpu, "server": f"vllm={release}", "scenarios": "as-given"}
+    report = memsize.serve(config(**mixture), max_num_seqs=seqs, max_num_batched_tokens=2048, **options)  # type: ignore[arg-type]
+    piecewise, full, largest = sizes
+    text = f"{piecewise} piecewise and {full} full graphs of up to {largest:,} tokens"
+    assert any(text in assumption for assumption in report.assumptions)
+
+
+def test_graphs_take_two_pools_and_what_the_driver_keeps(config: Callable[..., str]) -> None:
+    """86 graphs of n layers: 128 to 184 KiB of each before Hopper; since then 0 to 88, of 35 full ones 1 MiB at least.
+    FlashAttention 3 has results of 32 parts of 256 tokens with 4 heads of 16 or 32 numbers, in float32.
+    """
+
+    def graphs(gpu: str, layers: int, head: int = 16) -> Interval:
+        entries = SMALL | {"num_hidden_layers": layers, "head_dim": head}
+        return (
+            memsize.serve(config(**entries), gpu=gpu, max_num_seqs=256, server="vllm=0.33.0", scenarios="as-given")
+            .ran[0]
+            .graphs
+        )
+
+    few, many = graphs("RTX 4090", 2), graphs("RTX 4090", 6)
+    assert (many.low - few.low, many.high - few.high) == (
+        86 * 6 * 128 * KIB - 35 * MIB,
+        86 * 4 * 184 * KIB,
+    )
+    pool = few.low - 35 * MIB
+    assert few.high == 2 * pool + 86 * 2 * 184 * KIB
+    few, many = graphs("RTX 5090", 2), graphs("RTX 5090", 6)
+    assert (many.low - few.low, many.high - few.high) == (0, 86 * 4 * 88 * KIB)
+    narrow, wide = graphs("H100 80GB", 2), graphs("H100 80GB", 2, 32)
+    parts = 32 * 256 * 4 * 16 * 4
+    assert narrow.low - few.low == parts
+    assert narrow.high - few.high == 2 * parts
+    assert wide.low - narrow.low - parts < 2 * MIB
+
+
+def test_a_first_start_is_said_where_it_matters(config: Callable[..., str]) -> None:
+    """1.8 GiB are more than a twentieth of a T4, and less than that of a B300."""
+    small, large = (memsize.serve(config(**SMALL), gpu=gpu, **PLAIN).assumptions for gpu in ("t4", "b300"))
+    assert any("first start" in text for text in small)
+    assert not any("first start" in text for text in large)
 
 
 WIDE = SMALL | {"hidden_size": 512, "intermediate_size": 1024}

@@ -347,6 +347,14 @@ _SERVERS: Final = tuple(
             "the release, that of the month; tokens of a request",
         ),
         (
+            "qwen3-8b-lmcache",
+            "Qwen3-8B",
+            "https://github.com/LMCache/LMCache/issues/3430",
+            "RTX 4090",
+            "vllm=0.21.0",
+            "the card, by its 23.5 GiB; the release, by the lines of its log",
+        ),
+        (
             "qwen3-32b-awq",
             "Qwen3-32B AWQ, two GPUs",
             f"{_PULLS}/54479",

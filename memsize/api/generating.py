@@ -162,10 +162,10 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
 
 def _one_of(gpus: int, model: ModelRequest, report_progress: Callable[[str], None]) -> ModelRequest:
     """The part of a model that one of several `gpus` holds. Raises `InputError` where they cannot share it."""
-    if not (isinstance(model.model, str) and model.model.startswith("hf:")):
-        raise InputError("only a target such as hf:config.json can be divided among cards: its config says how")
     with model_of(model, report_progress) as loaded:
         from memsize.workloads.served_parts import divided
 
+        if not (isinstance(model.model, str) and loaded.name.startswith("hf:")):
+            raise InputError("only a target such as hf:config.json can be divided among cards: its config says how")
         entries = divided(loaded.model, gpus, loaded.name)
     return replace(model, arguments={**model.arguments, **entries})

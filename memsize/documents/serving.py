@@ -50,8 +50,8 @@ class ServingDocument(Document[ServingReport]):
     def bars(self) -> Bars:
         rows = []
         for row in self.answer.ran:
-            sizes = {"weights": row.weights, "profile": row.profile, "non_torch": row.non_torch.high}
-            sizes |= {"graphs": row.graphs.high, "kv_cache": row.paged.available.low if row.paged else 0}
+            sizes = {"weights": row.weights, "profile": row.profile, "non_torch": row.non_torch.middle}
+            sizes |= {"graphs": row.graphs.middle, "kv_cache": row.paged.available.middle if row.paged else 0}
             rows.append((Label(row.scenario, hint=row.title), sizes))
         bars = Bars.of("memory use", _PARTS, rows)
         return replace(bars, limit=Limit(self.answer.card.name, self.answer.card.bytes))

@@ -54,6 +54,11 @@ class Interval(NamedTuple):
     low: int
     high: int
 
+    @property
+    def middle(self) -> int:
+        """The number halfway between the ends, rounded down."""
+        return (self.low + self.high) // 2
+
 
 class LiveStorage(NamedTuple):
     """One storage at the peak: the layer, the phase and, in a forward, the line that it was made in."""

@@ -47,12 +47,14 @@ class Concurrency(NamedTuple):
     low: float
     high: float
 
-    def texts(self) -> tuple[str, str]:
-        """Both numbers as text, rounded down: from a hundred on without decimals, which no server reaches exactly."""
-        return _requests(self.low), _requests(self.high)
+    @property
+    def middle(self) -> str:
+        """The number halfway between the ends, as text."""
+        return _requests((self.low + self.high) / 2)
 
 
 def _requests(count: float) -> str:
+    """A number as text, rounded down: from a hundred on without decimals, which no server reaches exactly."""
     return f"{int(count):,}" if count >= 100 else f"{int(count * 100 + 1e-6) / 100:,.2f}"
 
 

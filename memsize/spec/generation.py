@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from memsize.errors import InputError
 from memsize.records.gpu import Card
 from memsize.spec.options import check_fields, option
-from memsize.spec.server_rules import PLAIN, Rules, ServedKind, Setting
+from memsize.spec.server_rules import PLAIN, GraphSizes, Rules, ServedKind, Setting
 from memsize.spec.servers import engine_on, rules_of
 from memsize.spec.vary import Vary
 from memsize.units import parse_bytes
@@ -291,7 +291,7 @@ class Serving:
             tp=self.tensor_parallel_size,
             kv_dtype=self.kv_cache_dtype,
             kv_bytes=self._cache_bytes,
-            has_graphs=rules.graphs and not self.enforce_eager,
+            graphs=rules.graph_sizes(card, tokens, seqs) if rules.graphs and not self.enforce_eager else None,
             defaults=tuple(text for value, text in filled_in if value is None),
         )
 
@@ -301,8 +301,8 @@ class ServerArguments:
     """The arguments of a server on one card, all of them filled in.
 
     `tokens` and `seqs` are those of one step, `context` is the length of a request, `kv_bytes` a size of the cache that
-    is set (None: what is left). `has_graphs` says whether room for CUDA graphs is counted. `defaults` are the arguments
-    that the server chose, in words.
+    is set (None: what is left). `graphs` are the CUDA graphs whose memory is taken off the cache. `defaults` are the
+    arguments that the server chose, in words.
     """
 
     rules: Rules
@@ -314,7 +314,7 @@ class ServerArguments:
     tp: int = 1
     kv_dtype: str | None = None
     kv_bytes: int | None = None
-    has_graphs: bool = False
+    graphs: GraphSizes | None = None
     defaults: tuple[str, ...] = ()
 
     @property

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
 from memsize.records.gpu import Card
-from memsize.units import GiB
 
 Version = tuple[int, ...]
 Counted = Literal["all", "growth"]
 Sampler = Literal["sorts", "sorts in float32", "searches", "copies"]
 Products = Literal["unpacks", "copies", "reads"]
 Held = Literal["always", "but in Llama", "never"]
+GraphEstimate = Literal["extrapolated", "measured"]
 
 
 class Defaults(NamedTuple):
@@ -41,6 +41,15 @@ class ServedKind(NamedTuple):
     is_quantized: bool = False
 
 
+class GraphSizes(NamedTuple):
+    """The CUDA graphs that vLLM captures: how many piecewise and how many full ones, and the tokens of the largest."""
+
+    piecewise: int
+    full: int
+    largest: int
+    largest_full: int
+
+
 PLAIN: Final = ServedKind()
 """A dense model in the dtype of its config."""
 Choice = Callable[[Card, Setting], Defaults]
@@ -65,7 +74,8 @@ class Rules:
     Layers with a window have blocks of their own where `windows`; layers of two kinds are padded to equally many where
     one has less than `padding` times as many as the other. `in_flight` are the steps whose tokens a window waits for.
     The cache's size in tokens is that of as many whole requests as it holds where `by_requests`. An estimate of the
-    memory of CUDA graphs is taken off where `graphs`. Blocks are for `block` tokens by default. `second` tells which
+    memory of CUDA graphs is taken off where `graphs` says how it is made: each but the first counts as the second
+    does, or the piecewise ones are measured. Blocks are for `block` tokens by default. `second` tells which
     models the second model runner serves, whose counts of tokens are part of what is measured where `counts`.
     """
 
@@ -88,7 +98,7 @@ class Rules:
     padding: float = 1
     in_flight: int = 1
     by_requests: bool = False
-    graphs: bool = False
+    graphs: GraphEstimate | None = None
     second: Callable[[ServedKind], bool] = lambda _: False
     counts: bool = False
     unread: tuple[str, str] | None = None
@@ -110,7 +120,17 @@ class Rules:
         if not self.second(kind):
             return replace(self, counts=False)
         sampler: Sampler = self.sampler if self.version >= _SAMPLES_IN_FULL else "copies"
-        return replace(self, sampler=sampler, graphs=self.graphs and self.version >= _ESTIMATES_GRAPHS)
+        return replace(self, sampler=sampler, graphs="measured" if self.version >= _ESTIMATES_GRAPHS else None)
+
+    def graph_sizes(self, card: Card, tokens: int, seqs: int) -> GraphSizes:
+        """The graphs of a server with steps of so many tokens and sequences (`_set_cudagraph_sizes` in config/vllm.py):
+        full ones hold a token of each sequence, piecewise ones up to twice as many.
+        """
+        largest = 1024 if card.capability[0] == _DATACENTER_BLACKWELL and self.version >= _LARGER_GRAPHS else 512
+        largest = min(2 * seqs, tokens, largest)
+        sizes = (1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16))
+        piecewise, full = ([size for size in sizes if size <= most] for most in (largest, min(largest, seqs)))
+        return GraphSizes(len(piecewise), len(full), piecewise[-1], full[-1])
 
     @property
     def assumed(self) -> Iterator[str]:
@@ -121,32 +141,19 @@ class Rules:
                 f"{self.name} was not read: it follows {self.server} {earlier}, and what changed up to {later} may "
                 "be in it already"
             )
-        if self.graphs:
-            yield (
-                f"{self.name} takes its estimate of the CUDA graphs' memory off the cache: of 0.07 to 4.99 GiB in "
-                "public logs (vllm-project/vllm#30515, #37296); nothing with --enforce-eager"
-            )
-        else:
+        if not self.graphs:
             yield f"CUDA graphs come on top of what {self.name} may take"
-        if self.profiles and self.gate == "never":
-            yield (
-                "a first start also compiles the model, which may leave the cache less until the next start: in logs "
-                "up to 1.8 GiB (vllm-project/vllm#54122, #54383)"
-            )
         if not self.profiles:
             yield f"{self.name} measures no step: it leaves the rest of the memory for steps and CUDA graphs"
         if self.by_requests:
             yield f"{self.name} gives the cache's size as the tokens of as many whole requests as it holds"
 
 
-GRAPHS: Final = (round(0.07 * GiB), round(4.99 * GiB))
-"""The least and the most that vLLM's logs in public repositories call the estimated memory of CUDA graphs: 0.07 GiB for
-a model of 1.4 GiB, 0.53 and about 1.8 for Qwen2.5-7B on two cards, 1.10, 4.38 (vllm-project/vllm#37296) and 4.99 on
-four B300s. It measures two captures with `mem_get_info` and counts each other graph as the second of them, or 1 MiB
-(`profile_cudagraph_memory` in v1/worker/gpu_model_runner.py).
-"""
 _ESTIMATES_GRAPHS: Final = (0, 29, 0)
+_LARGER_GRAPHS: Final = (0, 28, 0)
 _SAMPLES_IN_FULL: Final = (0, 33, 0)
+_DATACENTER_BLACKWELL: Final = 10
+"""The major number of the compute capability of B200 and B300."""
 
 
 class Change(NamedTuple):

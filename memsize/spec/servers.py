@@ -133,7 +133,7 @@ _VLLM: Final = (
     Change(
         (0, 20, 0),
         "envs.py: VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS; config/cache.py: 0.92; requirements",
-        {"graphs": True, "choose": _by_size(0.92), "torch": "2.11"},
+        {"graphs": "extrapolated", "choose": _by_size(0.92), "torch": "2.11"},
     ),
     Change((0, 21, 0), "v1/core/kv_cache_utils.py: concurrency times length (issue 43308)", {"by_requests": True}),
     Change((0, 22, 0), "config/vllm.py `_is_default_v2_model_runner_model`", {"second": _as_given(_DENSE[:1])}),

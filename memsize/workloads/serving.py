@@ -38,18 +38,16 @@ _MARLIN_ROWS = 1024
 """The rows that Marlin sums in float32 at most (`determine_reduce_max_m`)."""
 _CHUNK = 32_768
 """The tokens that experts take at a time (`VLLM_FUSED_MOE_CHUNK_SIZE`)."""
-_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-_PADDED = 64
 _TOKEN = 3
 """A token of a text: none that models give a meaning of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRun(Workload):
-    """One step without a cache: the last tokens of `seqs` texts are sampled by `sampler`; `tp` cards share the
-    vocabulary. `products` is how packed weights are multiplied by; `holds_gate` says that a gated MLP has the result of
-    its first product to its end. Images that are among the inputs are read too where it runs `with_images`. The sum
-    of what the cards computed of a layer is a tensor of its own where it `sums_beside`.
+    """One step without a cache: the last tokens of `seqs` texts (of 0: no head) are sampled by `sampler`; `tp` cards
+    share the vocabulary. `products` is how packed weights are multiplied by; `holds_gate` says that a gated MLP has the
+    result of its first product to its end. Images that are among the inputs are read too where it runs `with_images`.
+    The sum of what the cards computed of a layer is a tensor of its own where it `sums_beside`.
     """
 
     seqs: int
@@ -76,6 +74,9 @@ class ProfileRun(Workload):
         with run.recording(), torch.no_grad(), setup.precision.autocast():
             tokens = kwargs["input_ids"] if "input_ids" in kwargs else next(iter(tensors_in(args)))
             hidden = body(**(kwargs if self.with_images else {"input_ids": tokens}), use_cache=False).last_hidden_state
+            if not self.seqs:
+                run.result = hidden
+                return run.trace()
             last = hidden[: self.seqs, -1].contiguous()
             width = getattr(head, "weight", last).dtype
             logits = head(last.to(width) if width.is_floating_point else last)  # Mamba's residuals are in float32

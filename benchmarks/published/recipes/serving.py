@@ -2,8 +2,8 @@
 
 A row's words are the server's arguments, `model` (a config below), `gib` (the card's memory as the log has it), `start`
 (where one that compiles and one that has what was compiled differ) and the
-`figure`: GiB of the weights, the step, both at once (``peak``), what is outside PyTorch or the cache, and the cache in
-blocks or tokens.
+`figure`: GiB of the weights, the step, both at once (``peak``), what is outside PyTorch, CUDA graphs or the cache, and
+the cache in blocks or tokens.
 """
 
 from __future__ import annotations
@@ -178,12 +178,13 @@ def predict(row: Row) -> tuple[float, float, float]:
     if row.figure in sizes:
         size = sizes[row.figure] / GiB
         return size, size, size
-    if row.figure == "outside":
-        low, high = served.non_torch
+    beside = {"outside": served.non_torch, "graphs": served.graphs}
+    if row.figure in beside:
+        low, high = beside[row.figure]
     else:
         assert served.paged is not None
         low, high = getattr(served.paged, {"cache": "available"}.get(row.figure, row.figure))
-    scale = GiB if row.figure in ("cache", "outside") else 1
+    scale = GiB if row.figure in ("cache", *beside) else 1
     return (low + high) / 2 / scale, low / scale, high / scale
 
 

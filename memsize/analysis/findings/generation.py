@@ -16,7 +16,7 @@ from memsize.records.aggregates import stored_dtypes
 from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.fit import Remedied
 from memsize.records.generation import GenerationRow, decisive_row
-from memsize.records.gpu import Card, GpuEstimate
+from memsize.records.gpu import Card, GpuEstimate, Interval
 from memsize.records.serving import ServingRow
 from memsize.records.trace import Trace
 from memsize.spec.generation import Draft, ServerArguments
@@ -193,20 +193,29 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
     cards = card.name if serving.tp == 1 else f"each of {serving.tp} {card.name}"
     values: dict[str, object] = {"scenario": row.scenario, "card": cards, "budget": Bytes(budget)}
     if row.paged is None:
-        taken = row.weights + row.profile + row.non_torch.low
-        values |= sizes(short=row.shortage, weights=row.weights, rest=taken - row.weights)
+        rest = row.profile + row.non_torch.low + row.graphs.low
+        values |= sizes(short=row.shortage, weights=row.weights, rest=rest)
         text = (
-            "{scenario} does not fit: the server may use {budget} of {card}, but weights take {weights}, and a step "
-            "and memory outside PyTorch take {rest}. Nothing is left for the KV cache; {short} are missing."
+            "{scenario} does not fit: the server may use {budget} of {card}, but weights take {weights}, and a step, "
+            "CUDA graphs and memory outside PyTorch at least {rest}. Nothing is left for the KV cache; {short} are "
+            "missing."
         )
         yield Finding("serves-none", text, values, bytes=row.shortage, brief=text)
         return
     paged = row.paged
-    values |= {"cache": Bytes(paged.available.low), "tokens": paged.tokens.low, "most": paged.tokens.high}
-    values |= {"requests": paged.concurrency.texts()[0], "context": serving.context}
-    room = "Under {scenario} the KV cache has room for {tokens} to {most} tokens"
-    brief = f"{room}: {{requests}} requests of {{context}} at once."
-    text = f"{brief} The cache gets at least {{cache}} of {{card}}."
+    values |= sizes(cache=paged.available.low, more=paged.available.high)
+    values |= {"about": _about(paged.tokens), "tokens": paged.tokens.low, "most": paged.tokens.high}
+    values |= {"requests": paged.concurrency.middle, "context": serving.context}
+    exact = paged.tokens.low == paged.tokens.high
+    room = "{tokens} tokens" if exact else "about {about} tokens ({tokens} to {most})"
+    served = (
+        "{requests} requests of {context} at once"
+        if paged.concurrency.high >= 1
+        else "less than one request of {context}"
+    )
+    brief = f"Under {{scenario}} the KV cache has room for {room}: {served}."
+    size = "{cache}" if exact else "{cache} to {more}" if paged.available.low else "at most {more}"
+    text = f"{brief} The cache gets {size} of {{card}}."
     yield Finding("serves", text, values, bytes=paged.available.low, brief=brief)
 
 
@@ -219,13 +228,14 @@ def _what_is_too_long(evidence: Served) -> Iterator[Finding]:
     paged = row.paged
     missing = (paged.request_blocks - paged.blocks.low) * paged.block_bytes
     values: dict[str, object] = {"scenario": row.scenario, "context": serving.context, "missing": Bytes(missing)}
-    text = (
-        "Under {scenario} the cache may be {missing} too small for one request of {context} tokens; vLLM then refuses "
-        "to start unless max_model_len is lowered."
-    )
+    text = "Under {scenario} the cache may be up to {missing} too small for one request of {context} tokens; vLLM then"
+    if paged.concurrency.high < 1:
+        text = "Under {scenario} the cache is up to {missing} too small for one request of {context} tokens; vLLM"
+    text += " refuses to start unless max_model_len is lowered."
     if paged.longest is not None:
-        values |= {"longest": paged.longest.low}
-        text += " The longest request that fits has {longest} tokens."
+        values |= {"longest": paged.longest.low or paged.longest.high}
+        fits = "Requests of up to {longest} tokens fit."
+        text += f" {fits}" if paged.longest.low else " Requests of more than {longest} tokens do not fit."
     yield Finding("request-too-long", text, values, bytes=missing, brief=text)
 
 
@@ -236,7 +246,7 @@ def _what_makes_room(evidence: Served) -> Iterator[Finding]:
         return
     enough = [row.name for row in remedied.rows if row.outcome == "fits"]
     values: dict[str, object] = {"context": remedied.size, "peak": Bytes(remedied.peak), "names": ", ".join(enough)}
-    text = "One request of {context} tokens needs {peak} with the server; "
+    text = "One request of {context} tokens needs up to {peak} with the server; "
     text += "any one of these makes room: {names}." if enough else "no single remedy that was tried makes room."
     yield Finding("serves-with", text, values, bytes=remedied.peak, brief=text)
 
@@ -247,9 +257,10 @@ def _what_serves_more(evidence: Served) -> Iterator[Finding]:
     first, best = rows[0], max(rows, key=_cached_tokens)
     if best is first or best.paged is None:
         return
-    before = _cached_tokens(first)
-    values = {"scenario": best.scenario, "tokens": best.paged.tokens.low, "first": first.scenario, "before": before}
-    text = "Under {scenario} the cache has room for at least {tokens} tokens; under {first}, for {before}."
+    before = _about(first.paged.tokens) if first.paged else 0
+    values = {"scenario": best.scenario, "tokens": _about(best.paged.tokens), "first": first.scenario}
+    values |= {"before": before}
+    text = "Under {scenario} the cache has room for about {tokens} tokens; under {first}, for {before}."
     yield Finding("serves-more", text, values, bytes=best.paged.available.low, brief=text)
 
 
@@ -257,7 +268,7 @@ def _what_serves_more(evidence: Served) -> Iterator[Finding]:
 def _what_a_step_takes(evidence: Served) -> Iterator[Finding]:
     rows, serving, _, _, _ = evidence
     row = next(row for row in rows if row.reason is None)
-    if row.paged is not None and row.profile * 20 < row.paged.available.low:
+    if row.paged is not None and row.profile * 20 < row.paged.available.middle:
         return
     text = (
         "The server reserves {profile} for its largest step: {tokens} tokens and the logits of {seqs} sequences. "
@@ -268,4 +279,9 @@ def _what_a_step_takes(evidence: Served) -> Iterator[Finding]:
 
 
 def _cached_tokens(row: ServingRow) -> int:
-    return row.paged.tokens.low if row.paged else 0
+    return row.paged.tokens.middle if row.paged else 0
+
+
+def _about(tokens: Interval) -> int:
+    """The middle of an interval, as exact as its width lets it be."""
+    return round(tokens.middle, 2 - len(str(tokens.high - tokens.low)))

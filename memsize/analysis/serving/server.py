@@ -16,6 +16,8 @@ import torch
 from memsize.analysis.findings.generation import SERVING_RULES
 from memsize.analysis.remedies import Need
 from memsize.analysis.runner import Runner
+from memsize.analysis.serving.assumptions import assumptions
+from memsize.analysis.serving.graph_memory import graph_memory
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
 from memsize.analysis.serving.server_remedies import ServedModel, arguments_of, remedies_for_server
 from memsize.device.cuda_context import code_of_libraries, cuda_context
@@ -33,7 +35,7 @@ from memsize.records.serving import ServingReport, ServingRow
 from memsize.records.trace import Trace
 from memsize.spec.generation import KV_BYTES, Generation, ServerArguments, Serving
 from memsize.spec.scenario import Scenario
-from memsize.spec.server_rules import GRAPHS, Rules
+from memsize.spec.server_rules import Rules
 from memsize.spec.stack import Stack
 from memsize.units import GiB
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
@@ -74,25 +76,12 @@ MIXED: Final = 8192
 """The tokens of a prompt with images: more than those stand for."""
 _PROMPT = 8
 """The tokens of the prompt that is traced to measure the bytes of one more token in the cache."""
-_ASSUMED = (
-    "the largest step runs transformers' own forward, with one kernel for a norm and for a layer's experts: other "
-    "fused kernels of the server may need less between its layers",
-    "adapters and the models of speculative decoding come on top of what the server may take",
-)
-_ENCODER = (
-    "images have the size that the config names, and transformers' own encoder reads them: the server's may need less, "
-    "so that the cache has at least these blocks"
-)
 _ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets it"
-_PLAIN = (
-    "layers with a state run transformers' plain PyTorch code, which needs far more for a moment than a server's "
-    "kernels: the cache has at least these blocks"
-)
 
 
 class Profile(NamedTuple):
     """A largest step: the bytes of the weights, those that are free in their segments, those that the step needs beyond
-    them, those that are free in its segments, and the ops that it runs.
+    them, those that are free in its segments, the ops that it runs, and the memory of CUDA graphs.
     """
 
     weights: int
@@ -100,6 +89,7 @@ class Profile(NamedTuple):
     step: int
     free: int
     ops: frozenset[str]
+    graphs: Interval
 
 
 @dataclass(frozen=True)
@@ -158,12 +148,7 @@ class Server:
             remedied=remedied,
             findings=SERVING_RULES.findings((tuple(rows), served, self.runner.gpu, budget, remedied)),
             notes=tuple(dict.fromkeys(notes)),
-            assumptions=(
-                *served.assumed,
-                *_ASSUMED,
-                *([_PLAIN] if any(group.kind == STATE for group in layouts[0].groups) else []),
-                *([_ENCODER] if reads_images(self.runner.model) else []),
-            ),
+            assumptions=tuple(assumptions(rows[ran], layouts[0].groups, served, reads_images(self.runner.model))),
         )
 
     def _config(self) -> Any:
@@ -224,10 +209,9 @@ class Server:
         )
 
     def _row(self, row: ServingRow, scenario: Scenario, layout: BlockLayout, served: ServerArguments) -> ServingRow:
-        run = self.runner, scenario, served.tokens, served.seqs, served.tp, served.rules
+        run = self.runner, scenario, served.tokens, served.seqs, served.tp, served.rules, served.graphs
         profile = self._profiles.get(run) or self._profiles.setdefault(run, self._profiled(scenario, served))
-        graphs = Interval(*GRAPHS) if served.has_graphs else Interval(0, 0)
-        outside = self._outside(profile, served)
+        graphs, outside = profile.graphs, self._outside(profile, served)
         row = replace(row, weights=profile.weights, profile=profile.step, non_torch=outside, graphs=graphs)
         rest = self._budget(served) - profile.weights - profile.step
         left = Interval(rest - outside.high - graphs.high, rest - outside.low - graphs.low)
@@ -302,7 +286,19 @@ class Server:
             vocabulary = text_config(runner.model).vocab_size * served.tp
             step += served.seqs * (vocabulary + -(-vocabulary // 32)) * 4
         step, free = step if rules.profiles else 0, free if rules.reserved else 0
-        return Profile(weights.allocated + tables, slack, step, free, ops)
+        return Profile(weights.allocated + tables, slack, step, free, ops, self._graphs(scenario, served))
+
+    def _graphs(self, scenario: Scenario, served: ServerArguments) -> Interval:
+        captured, kind, config = served.graphs, served.rules.graphs, text_config(self.runner.model)
+        if captured is None or kind is None:
+            return Interval(0, 0)
+        run = ProfileRun(0, served.tp, products=served.rules.products)
+        trace = self._on(self._texts(captured.largest), 1, served).run(run, scenario)
+        stored = {number for number, storage in enumerate(trace.storages) if storage.role in _WEIGHTS}
+        segments = replay((event.storage, event.delta) for event in trace.events if event.storage not in stored)
+        size = segments.reserved.bytes
+        pool = Interval(0 if has_states(config) else size, size)  # kernels for states may need far less
+        return graph_memory(config, captured, kind, pool, self.runner.gpu)
 
     def _on(self, inputs: ModelInputs, batch: int, served: ServerArguments) -> Runner:
         runner = self.runner.with_inputs(inputs, batch)
