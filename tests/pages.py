@@ -1,4 +1,4 @@
-"""What tests read a web page with."""
+"""What tests read a document and a web page with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+
+from memsize.documents import document
+from memsize.documents.sections import Table
+from memsize.records.answer import Renderable
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -28,6 +32,11 @@ def content(page: str) -> str:
     """A page without its style sheets, its scripts and their hash, and the versions that drew it."""
     emptied = re.sub(r"(<(style|script|footer)[^>]*>).*?(</\2>)", r"\1\3", page, flags=re.DOTALL)
     return re.sub(r"sha256-[A-Za-z0-9+/=]+", "sha256-…", emptied)
+
+
+def table_of(answer: Renderable, name: str, **view: object) -> Table:
+    """The table of this name in an answer's document."""
+    return next(part for part in document(answer, **view).sections() if isinstance(part, Table) and part.name == name)
 
 
 class Tags(HTMLParser):

@@ -19,7 +19,6 @@ from torch import nn
 import memsize
 from memsize import CheckpointReport
 from memsize.cli import run
-from memsize.documents.checkpoint import module_table, parts_table
 from memsize.errors import CheckpointError, MemsizeError
 from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, render
@@ -44,7 +43,7 @@ from tests.checkpoints import (
     read,
     share_out,
 )
-from tests.pages import check_golden as check
+from tests.pages import check_golden as check, table_of
 from tests.records import strided_extent
 
 
@@ -346,7 +345,7 @@ def test_bytes_that_belong_to_nothing(tmp_path: Path) -> None:
         file.write(bytes(1000))
     report = memsize.checkpoint(path)
     assert next(f.bytes for f in report.findings if f.code == "unclaimed-bytes") == 1000
-    assert sum(row[5] for row in parts_table(report).rows) == os.path.getsize(path)
+    assert sum(row[5] for row in table_of(report, "parts").rows) == os.path.getsize(path)
 
 
 # Against a model
@@ -464,11 +463,11 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_rows_of_the_parts_add_up_to_the_size_of_the_file(checkpoint: Path) -> None:
     report = memsize.checkpoint(checkpoint)
-    table = parts_table(report)
+    table = table_of(report, "parts")
     assert table.total is not None
     assert sum(row[5] for row in table.rows) == table.total[5] == os.path.getsize(checkpoint)
     assert all(isinstance(row[5], Bytes) for row in table.rows)
-    modules = module_table(report)
+    modules = table_of(report, "modules")
     assert modules.total is not None
     assert sum(row[5] for row in modules.rows) == modules.total[5]
 
@@ -476,7 +475,7 @@ def test_the_rows_of_the_parts_add_up_to_the_size_of_the_file(checkpoint: Path) 
 def test_rows_beyond_what_is_read_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memsize.documents.checkpoint.MOST_MODULES", 2)
     report = CheckpointReport(contents(*(tensor(f"{name}/w", unneeded=3) for name in "abcde")))
-    table = module_table(report)
+    table = table_of(report, "modules")
     assert [str(row[0]) for row in table.rows] == ["a", "b", "3 more (JSON has them all)"]
     assert table.total is not None
     assert table.rows[-1][5:7] == (3 * 16, 3 * 3)

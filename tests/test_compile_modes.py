@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import memsize
 from memsize.cli import memsize as command_line
-from memsize.records.trace import Trace
-from memsize.tracing.storages import PRIVATE_POOL
+from memsize.records.trace import PRIVATE_POOL, Trace
 from memsize.units import format_bytes
 from tests.records import live_bytes
 

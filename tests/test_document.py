@@ -22,6 +22,7 @@ from memsize.render import FORMATS, render
 from memsize.units import Bytes
 from tests import records
 from tests.gpus import timeline
+from tests.pages import table_of
 from tests.records import (
     COLUMNS,
     FIGURES,
@@ -267,16 +268,12 @@ def test_tables_lose_columns_and_keep_their_total() -> None:
     assert whole.without_empty("a", "b").keys == ("a", "c")
 
 
-def table(report: Report, name: str, **options: object) -> Table:
-    return next(p for p in document(report, **options).sections() if isinstance(p, Table) and p.name == name)
-
-
 def keys(table: Table) -> list[str]:
     return [column.key for column in table.columns]
 
 
 def test_columns_with_nothing_in_them_are_left_out() -> None:
-    assert keys(table(records.toy_report(), "layers").usual()) == [
+    assert keys(table_of(records.toy_report(), "layers").usual()) == [
         "layer",
         "type",
         "output",
@@ -286,17 +283,19 @@ def test_columns_with_nothing_in_them_are_left_out() -> None:
         "saved",
     ]
     optional = {"kernel", "input", "calls", "trainable", "share", "mult_adds", "mult_adds_share"}
-    assert set(keys(table(records.structures_report(), "layers"))) == {*COLUMNS} - {"dtype", "cast"}
-    assert set(keys(table(records.structures_report(), "layers").usual())) == {*COLUMNS} - {"dtype", "cast"} - optional
-    assert keys(table(records.toy_report(), "layers", columns=("layer", "cast"))) == ["layer", "cast"]
+    assert set(keys(table_of(records.structures_report(), "layers"))) == {*COLUMNS} - {"dtype", "cast"}
+    assert (
+        set(keys(table_of(records.structures_report(), "layers").usual())) == {*COLUMNS} - {"dtype", "cast"} - optional
+    )
+    assert keys(table_of(records.toy_report(), "layers", columns=("layer", "cast"))) == ["layer", "cast"]
 
 
 def test_cells_keep_their_type() -> None:
-    layers = table(records.toy_report(), "layers").usual()
+    layers = table_of(records.toy_report(), "layers").usual()
     assert isinstance(layers.rows[0][4], Bytes)
     assert layers.total is not None
     assert layers.total[3:] == (9223901, 36895604, 25268804, 25317952)
-    missing = table(records.toy_report(), "scenarios").rows[-1][1]
+    missing = table_of(records.toy_report(), "scenarios").rows[-1][1]
     assert isinstance(missing, Missing)
     assert "torchao converts Linear" in missing.reason
 
@@ -304,7 +303,7 @@ def test_cells_keep_their_type() -> None:
 def test_table_columns_add_up_to_the_total_row() -> None:
     for report in (records.toy_report(), records.structures_report(), records.deep_report()):
         for depth in (0, 1, 2, None):
-            found = table(report, "layers", depth=depth, columns=COLUMNS)
+            found = table_of(report, "layers", depth=depth, columns=COLUMNS)
             for place, column in enumerate(found.columns):
                 if column.kind == "bytes" or column.key == "parameters":
                     assert found.total is not None
@@ -316,7 +315,7 @@ def test_the_model_is_added_up_once_however_many_rows_there_are(monkeypatch: pyt
     report = records.deep_report()
     monkeypatch.setattr("memsize.records.report.totals", lambda trace: (counted.append(trace), totals(trace))[1])
     for depth in (0, None):  # once for this table, and once for another
-        table(report, "layers", depth=depth)
+        table_of(report, "layers", depth=depth)
         assert sum(trace is report.trace for trace in counted) == 2
         counted.clear()
 
@@ -324,7 +323,7 @@ def test_the_model_is_added_up_once_however_many_rows_there_are(monkeypatch: pyt
 def test_without_a_baseline_there_are_no_percentages() -> None:
     report = records.toy_report()
     alone = replace(report, scenario_results=report.scenario_results[1:])
-    assert not any(column.kind == "share" for column in table(alone, "scenarios").columns)
+    assert not any(column.kind == "share" for column in table_of(alone, "scenarios").columns)
 
 
 def test_nothing_heavy_is_imported_with_the_report() -> None:

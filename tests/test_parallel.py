@@ -15,13 +15,13 @@ import memsize
 from memsize import Parallel, Trace, World
 from memsize.cli import run
 from memsize.documents import document
-from memsize.documents.fit import overview_table, size_bars
 from memsize.documents.sections import Table
 from memsize.errors import InputError, ScenarioError
 from memsize.units import MiB, format_bytes
 from tests.conftest import Python, Write
 from tests.fits import FitEvidence, gpus_needed, likely_size
 from tests.gpus import budget_of, card, cuda_context, spread_over
+from tests.pages import table_of
 from tests.records import FitRow
 from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model, at_the_end, most
 from tests.workloads import blocks_of, on_each, parse_parallel
@@ -563,7 +563,7 @@ def test_numbers_of_gpus_are_down_and_cards_across() -> None:
     model = nn.Sequential(*(Block(512) for _ in range(4)))
     options: dict[str, Any] = {"scenarios": "fp32", "gpu": "t4,h100", "train": "adamw", "batch_size": 1}
     fit = memsize.fit(model, (512,), parallel=["fsdp", "ddp"], gpus="1..4", **options)
-    table = overview_table(fit)
+    table = table_of(fit, "overview")
     assert [column.title for column in table.columns] == ["scenario", "strategy", "GPUs", "Tesla T4", "H100 80GB"]
     assert [row[1:] for row in table.rows] == [
         (strategy, number, "fits", "fits") for strategy in ("fsdp", "ddp") for number in (1, 2, 4)
@@ -591,8 +591,9 @@ def test_cards_on_which_nothing_fits_are_told() -> None:
 
 def test_rows_of_numbers_that_follow_each_other_share_a_bar(fitted: Any) -> None:
     rows = tuple(replace(row, status="found", size=size) for row, size in zip(fitted.fit_rows, (3, 7, 7), strict=True))
-    bars = size_bars(replace(fitted, fit_rows=rows, asked=None)).bars
-    assert [[label.text for label in bar.labels] for bar in bars] == [
+    bars = document(replace(fitted, fit_rows=rows, asked=None)).bars()
+    assert bars is not None
+    assert [[label.text for label in bar.labels] for bar in bars.bars] == [
         [f"fp32 on 1 x GPU of {SIZE}"],
         [f"fp32 on 2 to 4 x GPU of {SIZE}"],
     ]

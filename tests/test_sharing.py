@@ -14,7 +14,6 @@ from torch.nn.utils import prune
 
 import memsize
 from memsize import Training
-from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup
 from tests import test_torchinfo_cases as structures
 from tests.known_values import constant_of
@@ -273,9 +272,9 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], Tensor, bool]] = {
 """Models, their inputs, and whether torchinfo need not run them."""
 
 
-def heard(model: nn.Module, value: Tensor) -> tuple[ModuleCallRecorder, Any]:
+def heard(model: nn.Module, value: Tensor) -> tuple[Any, Any]:
     """The calls of one forward, and its arguments."""
-    found: list[ModuleCallRecorder] = []
+    found: list[Any] = []
     call = inputs_from_data(value).call()
     Forward().run(Setup("m", "as-given", meta_copy(model), call, True, listener=found.append))
     return found[0], call

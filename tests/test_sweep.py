@@ -16,7 +16,6 @@ import memsize
 from memsize import Sweep
 from memsize.cli import run
 from memsize.documents import document
-from memsize.documents.sweep import cell_table, load_table
 from memsize.errors import OutputError, TargetError
 from memsize.processes.spread import Died, spread
 from memsize.records.sweep import results_file
@@ -25,7 +24,7 @@ from memsize.units import GiB, MiB
 from tests.conftest import Python
 from tests.gpus import card
 from tests.models import grid_of, targets_of
-from tests.pages import check_golden
+from tests.pages import check_golden, table_of
 from tests.records import Interval, Outcome, SweepRow
 from tests.rules import SWEEP_RULES
 
@@ -440,7 +439,7 @@ def test_golden(format: str) -> None:
 
 
 def test_the_heat_map_has_what_each_gpu_shows_at_most() -> None:
-    table = load_table(made_by_hand())
+    table = table_of(made_by_hand(), "loads")
     assert table.keys == ("target", "batch_size", "Tesla T4", "A100 40GB")
     *_, large = table.rows
     # 6 × (300 + 64 · 64) MiB of tensors and 700 MiB beside them
@@ -478,7 +477,7 @@ def test_golden_at_a_terminals_width() -> None:
 def test_a_target_that_all_cells_have_needs_no_column() -> None:
     rows = tuple(row for row in made_by_hand().sweep_rows if row.settings["target"] == "nets.py:Large")
     one, several = Sweep("x.toml", rows[:1], ()), Sweep("x.toml", rows, ())
-    assert [cell_table(sweep).columns[0].key for sweep in (one, several)] == ["target", "batch_size"]
+    assert [table_of(sweep, "cells").columns[0].key for sweep in (one, several)] == ["target", "batch_size"]
     assert render(several, "text").startswith("x.toml   4 cells   nets.py:Large   ")
     assert [record["target"] for record in several.tables()["rows"].records()] == ["nets.py:Large"] * 4
 

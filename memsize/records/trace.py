@@ -148,6 +148,10 @@ OptionalLayer = Annotated[int, Index("layers", optional=True)]
 OptionalLine = Annotated[int, Index("lines", optional=True)]
 
 
+PRIVATE_POOL: Final = 1 << 16
+"""Stands for a stream: the memory of CUDA graphs is reused among themselves only, like that of a stream."""
+
+
 class Storage(NamedTuple):
     """One block of memory of the run. `layer` and `saved_by` index `Trace.layers`; -1 is none.
 

@@ -9,14 +9,14 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from memsize.model.tensor_storage import dtype_name, is_wrapper, plain_tensors, shape_of
 from memsize.processes.user_code import Lines, line_in_forward, shown
 from memsize.records.roles import Role
-from memsize.records.trace import Event, Storage
+from memsize.records.trace import PRIVATE_POOL, Event, Storage
 from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.run_position import RunPosition
 from memsize.tracing.saved_tensors import SavedTensor, without_graph
@@ -27,10 +27,6 @@ _UNCLAIMED: frozenset[Role] = frozenset(("temporary", "communication"))
 """Roles that a storage has until an op or a caller shows its purpose."""
 _new: Callable[..., Any] = tuple.__new__
 """Makes a named tuple of its values in order: a third of what its constructor takes, which is a function in Python."""
-
-
-PRIVATE_POOL: Final = 1 << 16
-"""Stands for a stream: the memory of CUDA graphs is reused among themselves only, like that of a stream."""
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):

@@ -31,12 +31,12 @@ from memsize.processes.user_code import Lines, variables
 from memsize.records.aggregates import split_phase
 from memsize.records.roles import Role
 from memsize.records.timeline import AROUND
+from memsize.records.trace import PRIVATE_POOL
 from memsize.records.world import Collective, CollectiveKind
 from memsize.torch_internals.meta import is_meta
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.run_position import RunPosition
 from memsize.tracing.saved_tensors import SavedTensor, without_graph
-from memsize.tracing.storages import PRIVATE_POOL
 from memsize.virtual.device_assignment import HOST, DeviceAssignment
 from memsize.virtual.host_memory import HostMemory
 from memsize.virtual.ledger.stream_order import StreamOrder
