@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 import memsize
-from memsize import AllocatorConfig, StepTrace, Trace, trace as trace_step
+from memsize import AllocatorConfig, StepTrace, Trace, trace as trace_step, virtual_gpu
 from tests.gpus import pickled, replay, snapshot
 from tests.test_timeline import MiB, empty, inference, traces, two_steps
 
@@ -47,6 +48,8 @@ class Machine:
             case "segment_alloc" | "segment_map":
                 assert not any(a < address + size and address < a + s for a, s in self.segments.items())
                 self.segments[address] = size
+            case "segment_free" | "segment_unmap":
+                self._give_back(address, size)
             case "alloc":
                 assert address not in self.blocks
                 self.blocks[address] = size
@@ -57,6 +60,17 @@ class Machine:
                 assert size == self.pending.pop(address) == self.blocks.pop(address)
             case action:
                 assert action == "snapshot"
+
+    def _give_back(self, address: int, size: int) -> None:
+        """What is unmapped may be several pieces, and a part of one."""
+        for start, length in [*self.segments.items()]:
+            low, high = max(start, address), min(start + length, address + size)
+            if low < high:
+                del self.segments[start]
+                size -= high - low
+                address = high
+                self.segments |= {a: b - a for a, b in ((start, low), (high, start + length)) if a < b}
+        assert size == 0
 
 
 def played(made: dict[str, Any]) -> Machine:
@@ -70,7 +84,7 @@ def check_adds_up(trace: Trace, config: AllocatorConfig) -> None:
     """Live blocks, segments and addresses after every event are those of the replay; the end is what `segments` say."""
     made = snapshot(trace, config)
     pairs = ((e.storage, e.delta) for e in trace.events)
-    expected = replay(pairs, config, streams=trace.streams, timeline=True)
+    expected = replay(pairs, config, streams=trace.streams, emptied=trace.emptied, timeline=True)
     assert expected.timeline is not None
     machine = Machine()
     entries = made["device_traces"][0]
@@ -123,6 +137,23 @@ def test_storages_of_several_streams_lie_in_segments_of_their_own(name: str, tra
     for entry in made["device_traces"][0][:-1]:
         around = max((address for address in segments if address <= entry["addr"]), default=None)
         assert around is not None and segments[around]["stream"] == entry["stream"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@given(trace=traces(), emptied=st.sets(st.integers(0, 20), min_size=1))
+def test_segments_that_were_given_back(name: str, trace: Trace, emptied: set[int]) -> None:
+    check_adds_up(replace(trace, emptied=tuple(sorted(n for n in emptied if n < len(trace.events)))), CONFIGS[name])
+
+
+def test_the_snapshot_of_a_program_that_empties_the_cache() -> None:
+    with virtual_gpu("a100"):
+        a = torch.empty(32 * MiB, dtype=torch.uint8, device="cuda")
+        del a
+        torch.cuda.empty_cache()
+        b = torch.empty(16 * MiB, dtype=torch.uint8, device="cuda")
+        (segment,) = torch.cuda.memory_snapshot()
+        del b
+    assert (segment["total_size"], segment["allocated_size"]) == (16 * MiB, 16 * MiB)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -125,14 +125,13 @@ def snapshot(trace: Trace, config: AllocatorConfig | None = None) -> Fields:
     config = config or AllocatorConfig()
     replayed = replay(flow_of(trace), config, streams=trace.streams, emptied=trace.emptied, timeline=True)
     assert replayed.timeline is not None
-    history = _History(trace, replayed.segments, config.expandable_segments)
-    levels = zip(replayed.timeline.address.tolist(), replayed.timeline.reserved.tolist(), strict=True)
-    for index, (event, (address, reserved)) in enumerate(zip(trace.events, levels, strict=True)):
-        history.add(index, event, address, reserved)
+    history = _History(trace, replayed.timeline.segments, config.expandable_segments)
+    for index, (event, address) in enumerate(zip(trace.events, replayed.timeline.address.tolist(), strict=True)):
+        history.add(index, event, address)
     # The viewer fails on a trace that has categories unless one is called "unknown".
     history.write("snapshot", 0, 0, stream=0, index=len(trace.events), frames=[], category="unknown")
     return {
-        "segments": list(history.segments()),
+        "segments": list(history.segments(replayed.segments)),
         "device_traces": [history.entries],
         "allocator_settings": {
             "PYTORCH_CUDA_ALLOC_CONF": "",
@@ -156,43 +155,31 @@ class _Live(NamedTuple):
     frames: list[Fields]
 
 
-@dataclass
-class _Mapped:
-    """A segment of the replay, and how far it has been taken from CUDA so far."""
-
-    segment: Segment
-    size: int = 0
-    frames: list[Fields] = field(default_factory=list)
-
-    def __contains__(self, address: int) -> bool:
-        return self.segment.address <= address < self.segment.address + self.segment.bytes
-
-
 class _History:
-    def __init__(self, trace: Trace, segments: Iterable[Segment], expandable: bool) -> None:
+    def __init__(self, trace: Trace, changes: Iterable[tuple[int, int, int]], expandable: bool) -> None:
         self.trace = trace
         self.expandable = expandable
         self.entries: list[Fields] = []
-        self._mapped = {segment.address: _Mapped(segment) for segment in segments}
+        self._changes = deque(changes)
+        self._requests: dict[int, tuple[int, list[Fields]]] = {}
         self._live: dict[int, _Live] = {}
-        self._reserved = 0
         self._frames: dict[tuple[int, int, str, str | None], list[Fields]] = {}
         self._modules: dict[int, list[Fields]] = {}
         self._types = {layer.path: layer.type for layer in trace.layers}
 
-    def add(self, index: int, event: Event, address: int, reserved: int) -> None:
-        """Add the entries that the allocator makes for `event`, which leaves `reserved` bytes."""
+    def add(self, index: int, event: Event, address: int) -> None:
+        """Add the entries that the allocator makes for `event`, and for what CUDA gave and got back until then."""
         frames = self._frames_of(event)
         storage = self.trace.storages[event.storage]
         freed = self._live.pop(event.storage, None)
         left = event.delta if freed is None else freed.bytes + event.delta
-        if reserved > self._reserved:  # a new segment, or more of an expandable one
-            size, self._reserved = reserved - self._reserved, reserved
-            grown = next(mapped for mapped in self._mapped.values() if address in mapped)
-            action = "segment_map" if self.expandable else "segment_alloc"
-            self.write(action, grown.segment.address + grown.size, size, grown.segment.stream, index, frames)
-            grown.size += size
-            grown.frames = grown.frames or frames
+        while self._changes and self._changes[0][0] <= index:
+            _, start, size = self._changes.popleft()
+            if size > 0:
+                self._requests[start] = storage.stream, frames
+            stream, _ = self._request_for(start)
+            action = ("map" if size > 0 else "unmap") if self.expandable else ("alloc" if size > 0 else "free")
+            self.write(f"segment_{action}", start, abs(size), stream, index, frames)
         if left:
             self._live[event.storage] = _Live(address, left, frames)
             about = f"{storage.role}, {storage.dtype}[{','.join(map(str, storage.shape))}]"
@@ -201,6 +188,10 @@ class _History:
         if freed is not None:
             self.write("free_requested", freed.address, freed.bytes, storage.stream, index, frames)
             self.write("free_completed", freed.address, freed.bytes, storage.stream, index, frames)
+
+    def _request_for(self, address: int) -> tuple[int, list[Fields]]:
+        """The stream and the frames of the request that CUDA last gave the memory at `address` for."""
+        return self._requests[max(start for start in self._requests if start <= address)]
 
     def write(
         self, action: str, address: int, size: int, stream: int, index: int, frames: list[Fields], **more: str
@@ -235,9 +226,9 @@ class _History:
             ]
         return self._modules[index]
 
-    def segments(self) -> Iterator[Fields]:
-        for mapped in self._mapped.values():
-            segment = mapped.segment
+    def segments(self, at_end: Iterable[Segment]) -> Iterator[Fields]:
+        """Each segment with its blocks, and the frames of the request that it was taken from CUDA for."""
+        for segment in at_end:
             blocks = [self._block(*block) for block in segment.blocks]
             used = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
             yield {
@@ -251,7 +242,7 @@ class _History:
                 "segment_type": "small" if segment.small else "large",
                 "segment_pool_id": (0, 0),
                 "is_expandable": self.expandable,
-                "frames": mapped.frames,
+                "frames": self._request_for(segment.address)[1],
                 "blocks": blocks,
             }
 
