@@ -142,14 +142,20 @@ def _eager(tokens: int, count: int, _: object = None) -> tuple[Forward, Sequence
 def _one_by_one(
     x: Tensor, gates_and_ups: Tensor, downs: Tensor, index: Tensor, weights: Tensor, loads: Sequence[int]
 ) -> Tensor:
-    """As in transformers' Mixtral; how many tokens an expert gets, which the mask tells it, is known."""
+    """As in transformers' Mixtral; how many tokens an expert gets, which the mask tells it, is known. `nonzero` of it
+    copies what is not contiguous first (ATen/native/cuda/Nonzero.cu).
+    """
     result = torch.zeros_like(x)
     with torch.no_grad():
         mask = functional.one_hot(index.long(), num_classes=len(loads)).permute(2, 1, 0)
-        hit = torch.greater(mask.sum(dim=(-1, -2)), 0)
+        torch.greater(mask.sum(dim=(-1, -2)), 0)
+        hit = torch.empty(sum(load > 0 for load in loads), 1, dtype=torch.int64, device="cuda")
     for expert, load in enumerate(loads):
         if load:
-            position, token = torch.zeros(load, 2, dtype=torch.int64, device="cuda").unbind(1)
+            copied = mask[expert].contiguous()
+            places = torch.empty(2, load, dtype=torch.int64, device="cuda")
+            del copied
+            position, token = places.unbind(0)
             current = x[token]
             gate, up = functional.linear(current, gates_and_ups[expert]).chunk(2, dim=-1)
             current = functional.silu(gate) * up
@@ -165,10 +171,9 @@ def _fused(tokens: int, count: int, triton: _Triton) -> tuple[Forward, Sequence[
     tiles = sum(-(-load // _TILE) for load in _loads(tokens, count))
 
     def forward() -> Tensor:
-        result: Tensor = _FusedExperts.apply(x, gates_and_ups, downs, weights, tiles, triton)
+        result: Tensor = _FusedExperts.apply(x, gates_and_ups, downs, index, weights, tiles, triton)
         return result
 
-    del index
     return forward, (x, gates_and_ups, downs, weights)
 
 
@@ -181,7 +186,14 @@ class _FusedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gates_and_ups: Tensor, downs: Tensor, weights: Tensor, tiles: int, triton: _Triton
+        ctx: Any,
+        x: Tensor,
+        gates_and_ups: Tensor,
+        downs: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        tiles: int,
+        triton: _Triton,
     ) -> Tensor:
         """The routing, both products and the weighted sum."""
         ctx.triton = triton
@@ -216,7 +228,7 @@ class _FusedExperts(torch.autograd.Function):
         of_gates_and_ups = torch.zeros_like(gates_and_ups)
         tune("gates and ups")
         del before, weighted, expanded
-        return of_x, of_gates_and_ups, of_downs, of_weights.view(tokens, CHOSEN), None, None
+        return of_x, of_gates_and_ups, of_downs, None, of_weights.view(tokens, CHOSEN), None, None
 
 
 def _routing(tokens: int, count: int, total: int, tiles: int) -> tuple[Tensor, ...]:
