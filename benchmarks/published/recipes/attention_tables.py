@@ -1,23 +1,23 @@
 """The tables of eager beside SDPA attention in the documentation of transformers: half precision, no optimizer.
 
-All come from two scripts, which hold the last output while the next one is made. Models are built as `from_pretrained`
-builds them, in half precision from the start, so that what a constructor makes in float32 stays so; the script for
-inference then casts everything.
+All come from two scripts, which hold the last output while the next one is made and measure all sizes in one process.
+Models are built as `from_pretrained` builds them, in half precision from the start, so that what a constructor makes in
+float32 stays so; the script for inference then casts everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+import gc
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final, cast
 
 import torch
 import transformers
 from torch import nn
 
-from benchmarks.published.recipes.run import traced
-from benchmarks.published.rows import Row
-from memsize.analysis.step import StepTrace
-from memsize.loading.weightless import Weightless
+import memsize
+from benchmarks.published.rows import Row, rows
 
 _OPT: Final = {
     "hidden_size": 1024,
@@ -57,62 +57,105 @@ MODELS: Final[Mapping[str, tuple[str, str, Mapping[str, Any]]]] = {
 }
 """The class, its configuration's class, and what differs from that class's defaults, as the checkpoints have it."""
 
-WITHOUT_MASK: Final = frozenset({"distilbert/train"})
-"""Scripts that pass no attention mask."""
+SAVED: Final[Mapping[str, tuple[str, int, Mapping[str, int]]]] = {
+    "bert-base": ("BertForPreTraining", 4, {}),
+    "gpt2-large": ("GPT2LMHeadModel", 4, {f"transformer.h.{n}.attn.bias": 4 * 1024 * 1024 for n in range(36)}),
+    "pythia-410m": ("GPTNeoXForCausalLM", 2, {f"gpt_neox.layers.{n}.attention.bias": 2048 * 2048 for n in range(24)}),
+    "distilbert": ("DistilBertForMaskedLM", 4, {}),
+    "albert-base": ("AlbertForMaskedLM", 4, {"albert.pooler.weight": 4 * 768 * 768, "albert.pooler.bias": 4 * 768}),
+}
+"""Checkpoints in safetensors' format: the class whose parameters they hold, the bytes of an element, and what other
+tensors they hold, in bytes.
+"""
+WITH_16_GB: Final = {"RTX 3080 Ti": "RTX A4000"}
+"""A card of the same generation with the memory of a laptop's, on which those tables were measured."""
+WARMUPS: Final = 2
+STEPS: Final = 2
+"""Of ten and a hundred: what follows takes about as much."""
 
 
-def predict(row: Row) -> StepTrace:
-    """The run of a row: steps without an optimizer, or forwards."""
-    model = _built(row)
-    if "/train" in row.source.name:
-        return traced(row, model, _training, _texts(row))
-    return traced(row, model.eval().to(torch.float16), _inference, _masked(row))
+def predict(row: Row) -> int:
+    """The row's peak in its script's run."""
+    return _run(row.source.name)[row.setting]
 
 
-def _built(row: Row) -> nn.Module:
-    model, config, values = MODELS[row.source.name]
-    build: Callable[..., nn.Module] = getattr(transformers, model)._from_config
-    with Weightless():
-        return build(
-            getattr(transformers, config)(**values),
-            torch_dtype=torch.float16,
-            attn_implementation=row.values["attention"],
+@cache
+def _run(source: str) -> Mapping[str, int]:
+    """The peaks of all settings of a source, in the order of the script: one process, one kind of attention after the
+    other, each with all sizes.
+    """
+    of_source = rows([source])
+    implementations = ("sdpa", "eager") if "/train" in source else ("eager", "sdpa")
+    peaks = {}
+    gpu = of_source[0].source.gpu
+    with memsize.virtual_gpu(WITH_16_GB.get(gpu, gpu), stack=of_source[0].source.stack):
+        for attention in implementations:
+            model = _loaded(source, attention)
+            for row in of_source:
+                if row.values["attention"] == attention:
+                    inputs = _inputs(row)
+                    peaks[row.setting] = (_trained if "/train" in source else _inferred)(model, inputs)
+            del model
+            gc.collect()
+    return peaks
+
+
+def _loaded(source: str, attention: str) -> nn.Module:
+    """`from_pretrained` under ``torch.device("cuda")``: up to 0.5, safetensors made the tensors that it read on that
+    device, in the file's precision, and transformers read them before it built the model, in half precision.
+    """
+    name, config, values = MODELS[source]
+    settings = getattr(transformers, config)(**values)
+    with torch.device("cuda"):
+        state = _checkpoint(settings, source)
+        model = getattr(transformers, name)._from_config(
+            settings, torch_dtype=torch.float16, attn_implementation=attention
         )
+        del state
+    return cast("nn.Module", model if "/train" in source else model.eval().to(torch.float16))
 
 
-def _texts(row: Row) -> dict[str, torch.Tensor]:
+def _checkpoint(settings: Any, source: str) -> list[torch.Tensor]:
+    """The file's tensors, by name."""
+    if (family := source.partition("/")[0]) not in SAVED:
+        return []
+    name, element, others = SAVED[family]
+    with torch.device("meta"):
+        model = getattr(transformers, name)._from_config(settings)
+    sizes = {name: element * weight.numel() for name, weight in model.named_parameters()} | others
+    return [torch.empty(sizes[name], dtype=torch.uint8) for name in sorted(sizes)]
+
+
+def _inputs(row: Row) -> dict[str, torch.Tensor]:
+    """The script for training passes no mask; that of the other is floating, and leaves out one token."""
     tokens = torch.zeros(int(row.values["batch"]), int(row.values["length"]), dtype=torch.int64)
-    if row.source.name in WITHOUT_MASK:
-        return {"input_ids": tokens}
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-
-
-def _masked(row: Row) -> dict[str, torch.Tensor]:
-    """The script's floating mask leaves out one token."""
-    tokens = torch.ones(int(row.values["batch"]), int(row.values["length"]), dtype=torch.int64)
+    if "/train" in row.source.name:
+        return {"input_ids": tokens.to("cuda")}
     mask = torch.ones(tokens.shape)
     mask[0, 0] = 0
-    return {"input_ids": tokens, "attention_mask": mask}
+    return {"input_ids": tokens.to("cuda"), "attention_mask": mask.to("cuda")}
 
 
-def _training(model: nn.Module) -> Callable[..., None]:
+def _trained(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> int:
+    """Steps without an optimizer. The last output and loss live until the next ones replace them."""
     model.train()
-    tensors: dict[str, Any] = {}
-
-    def body(**inputs: torch.Tensor) -> None:
+    for step in range(WARMUPS + STEPS):
+        if step == WARMUPS:
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.empty_cache()
         model.zero_grad()
-        tensors["outputs"] = model(**inputs)
-        tensors["loss"] = tensors["outputs"].logits.sum()
-        tensors["loss"].backward()
+        outputs = model(**inputs)
+        loss = outputs.logits.sum()
+        loss.backward()
+    return torch.cuda.max_memory_allocated()
 
-    return body
 
-
-def _inference(model: nn.Module) -> Callable[..., None]:
-    tensors: dict[str, Any] = {}
-
-    def body(**inputs: torch.Tensor) -> None:
-        with torch.no_grad():
-            tensors["output"] = model(**inputs)
-
-    return body
+def _inferred(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> int:
+    """Forwards, of which the last output lives until the next one replaces it."""
+    outputs: list[Any] = []
+    with torch.inference_mode():
+        model(**inputs)
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(STEPS):
+            outputs[:] = [model(**inputs)]
+    return torch.cuda.max_memory_allocated()
