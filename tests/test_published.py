@@ -8,9 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.published import __main__ as command, table
 from benchmarks.published.environments import ENVIRONMENTS, Environment, UnbuiltError, ready
+from benchmarks.published.recipes.random_networks import settings
 from benchmarks.published.rows import Compared, Row, read, rows
 from benchmarks.published.sources import SOURCES
 from benchmarks.published.table import Error, Group
@@ -98,6 +100,59 @@ def test_how_near_allocated_is(kind: str, median: float, most: float, worst: flo
     assert found.median <= median
     assert found.most <= most
     assert abs(found.worst) <= worst
+
+
+def test_most_figures_of_whole_cards_lie_inside() -> None:
+    every = table.devices().splitlines()[-1]
+    count, inside, width = (int(found) for found in re.findall(r" (\d+) (?:\||MiB)", every))
+    assert count > 900 and inside >= 0.95 * count and width <= 300
+
+
+def test_a_figure_counts_once() -> None:
+    """200 perceptrons, 785 networks, of which 39 are listed one by one too, and vLLM's logs."""
+    listed = len(rows(["gpumemnet/convolutional"]))
+    others = sum(row.figure == "outside" for row in rows())
+    assert listed == 39
+    assert f"| all | {200 + 785 + others} |" in table.devices()
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_settings_of_a_line_of_the_data_set() -> None:
+    """Two blocks of four layers, each with 32 filters of 3 × 3 and a bias, that read all filters before them; between
+    the blocks 1 × 1 kernels halve the 129 filters. That is so for every block, or the first of any number.
+    """
+    line = {
+        "input_channels": "1", "num_classes": "9", "depth": "8", "architecture": "dense", "base_filters": "61",
+        "batch": "38", "input_size": "20", "activation": "prelu", "dropout_rate": "0.10952", "dropout": "True",
+        "batchnorm": "False",
+    }  # fmt: skip
+    first = [32 * (9 * inputs + 1) for inputs in (1, 33, 65, 97)]
+    halved = 64 * (129 + 1)
+    second = [32 * (9 * inputs + 1) for inputs in (64, 96, 128, 160)]
+    sizes = " ".join(f"400:{size}" for size in (*first, halved, *second))
+    found = settings({**line, "conv_sizes": sizes})
+    assert (found["every"], found["dropout"], found["norm"]) == ("1", "0.109", "0")
+    with pytest.raises(ValueError, match="no dense network has these convolutions"):
+        settings({**line, "conv_sizes": sizes + " 400:7"})
+
+
+@pytest.mark.parametrize(
+    ("source", "config", "size"),
+    [
+        # The size of the file on the Hub, less its header
+        ("distilbert/train", "DistilBertConfig", 267_954_768 - 12_648),
+        ("bert-base/train", "BertConfig", 440_449_768 - 24_056),
+    ],
+)
+def test_what_a_checkpoint_puts_on_the_gpu(source: str, config: str, size: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    from benchmarks.published.recipes import attention_tables
+
+    with torch.device("meta"):
+        tensors = attention_tables._checkpoint(getattr(transformers, config)(), source)
+    assert sum(tensor.nbytes for tensor in tensors) == size
 
 
 # -- predictions again -------------------------------------------------------------------------------------------------

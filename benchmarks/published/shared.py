@@ -1,7 +1,6 @@
-"""Two published data sets whose files are not part of the project, predicted where the files are at hand.
+"""Published data sets whose files are not part of the project, predicted where the files are at hand.
 
-`MEMSIZE_SHARED`, or a folder ``shared`` beside the checkout, holds ``truth/a100_mlp.csv`` and
-``truth/xmem_sample.csv``.
+`MEMSIZE_SHARED`, or a folder ``shared`` beside the checkout, holds them in ``truth``.
 What is kept here is each row's error.
 """
 
@@ -12,7 +11,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 import memsize
 from benchmarks.accuracy import VISION, predicted
+from benchmarks.published.recipes import random_networks
 from benchmarks.zoo.operators import declare
 from memsize.analysis.step import StepTrace
 from memsize.device.allocation_events import variants
@@ -49,6 +49,8 @@ class Gap:
     kind: str
     error: float
     outside: float
+    width: int
+    """Bytes between the interval's ends."""
 
 
 def folder() -> Path | None:
@@ -58,15 +60,15 @@ def folder() -> Path | None:
     return root / "truth" if (root / "truth").is_dir() else None
 
 
-def gaps() -> Iterator[Gap]:
-    """The errors of all rows of the data sets that are at hand."""
+def gaps(names: Collection[str]) -> Iterator[Gap]:
+    """The errors of all rows of the named data sets that are at hand."""
     here = folder()
-    for name, compare in (("a100_mlp.csv", _perceptron_gap), ("xmem_sample.csv", _xmem_gap)):
+    for name in names:
         if here is None or not (here / name).exists():
             continue
         with (here / name).open(newline="") as file:
             for number, row in enumerate(csv.DictReader(file), 1):
-                gap = compare(number, row)
+                gap = _COMPARISONS[name](number, row)
                 if gap is not None:
                     yield gap
 
@@ -138,9 +140,22 @@ def perceptron_step(row: dict[str, str]) -> StepTrace:
 
 def _perceptron_gap(number: int, row: dict[str, str]) -> Gap:
     """The middle of what the card may show, beside what it showed."""
-    measured, device = round(float(row["device_mib"]) * MiB), perceptron_step(row).peak.device
+    device = perceptron_step(row).peak.device
+    return _gap("gpumemnet", number, "linear networks", device, round(float(row["device_mib"]) * MiB))
+
+
+def _gap(source: str, number: int, kind: str, device: Interval, measured: int) -> Gap:
     error = sum(device) / 2 / measured - 1
-    return Gap("gpumemnet", number, "linear networks", error, off_by(device, measured) / measured)
+    return Gap(source, number, kind, error, off_by(device, measured) / measured, device.high - device.low)
+
+
+# -- random networks on the same A100 ----------------------------------------------------------------------------------
+
+
+def _network_gap(number: int, row: dict[str, str]) -> Gap:
+    device = random_networks.training(random_networks.settings(row), "a100", STACK).peak.device
+    measured = round(float(row["max_nvidia_smi_mib"]) * MiB)
+    return _gap("gpumemnet-cnn", number, "convolutional networks", device, measured)
 
 
 # -- the xMem paper ----------------------------------------------------------------------------------------------------
@@ -157,7 +172,9 @@ def _xmem_gap(number: int, row: dict[str, str]) -> Gap | None:
         return None
     measured, said = int(row["ground_nvml_delta_bytes"]), step.peak.reserved
     kind = "convolutional networks" if row["model"] in VISION else "transformers, whole steps"
-    return Gap("xmem", number, kind, said / measured - 1, off_by(_reserved(step), measured) / measured)
+    interval = _reserved(step)
+    outside = off_by(interval, measured) / measured
+    return Gap("xmem", number, kind, said / measured - 1, outside, interval.high - interval.low)
 
 
 def _reserved(step: StepTrace) -> Interval:
@@ -168,8 +185,15 @@ def _reserved(step: StepTrace) -> Interval:
     return Interval(min(*peaks, step.peak.reserved), max(*peaks, step.peak.reserved))
 
 
+_COMPARISONS: Final[Mapping[str, Callable[[int, dict[str, str]], Gap | None]]] = {
+    "a100_mlp.csv": _perceptron_gap,
+    "gpumemnet_cnn.csv": _network_gap,
+    "xmem_sample.csv": _xmem_gap,
+}
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     declare()
-    for gap in gaps():
+    for gap in gaps(sys.argv[1:]):
         print(json.dumps(asdict(gap)), flush=True)

@@ -16,6 +16,7 @@ from typing import Final, get_args
 from benchmarks.published.rows import COUNTS, FOLDER, Compared, compared
 from benchmarks.published.shared import Gap
 from benchmarks.published.sources import NOT_COUNTED, SOURCES, Kind
+from memsize.units import MiB
 
 RANKS: Final = FOLDER.parents[1] / "docs" / "ranks_published.csv"
 """What was compared of ranks of several GPUs."""
@@ -25,9 +26,14 @@ LOW: Final = 0.01
 """From this share on, a prediction below the measurement counts as too low."""
 
 _OUTSIDE: Final = ("device", "outside")
+_LISTED: Final = "gpumemnet/convolutional"
+"""Some of the networks whose errors are kept."""
+_ROUNDING: Final = 1e-6
+_NON_TORCH: Final = "outside PyTorch, in vLLM's logs"
 _ORDER: Final = get_args(Kind)
 _ELSEWHERE: Final = {
-    "gpumemnet": ("200 perceptrons of the GPUMemNet data set", "device", "A100 40GB", "medium"),
+    "gpumemnet": ("GPUMemNet's perceptrons", "device", "A100 40GB", "medium"),
+    "gpumemnet-cnn": ("GPUMemNet's convolutional networks", "device", "A100 40GB", "medium"),
     "xmem": ("xMem's runs that did not run out of memory", "reserved", "RTX 3060 12GB, A100", "low"),
 }
 
@@ -111,15 +117,18 @@ def gaps() -> list[Gap]:
     """The stored errors."""
     with GAPS.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    return [Gap(e["source"], int(e["row"]), e["kind"], float(e["error"]), float(e["outside"])) for e in lines]
+    return [
+        Gap(e["source"], int(e["row"]), e["kind"], float(e["error"]), float(e["outside"]), int(e["width"]))
+        for e in lines
+    ]
 
 
 def keep(stored: Iterable[Gap]) -> None:
     """Write the errors."""
     with GAPS.open("w", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(("source", "row", "kind", "error", "outside"))
-        lines.writerows((e.source, e.row, e.kind, f"{e.error:.6f}", f"{e.outside:.6f}") for e in stored)
+        lines.writerow(("source", "row", "kind", "error", "outside", "width"))
+        lines.writerows((e.source, e.row, e.kind, f"{e.error:.6f}", f"{e.outside:.6f}", e.width) for e in stored)
 
 
 def grouped() -> dict[tuple[str, str], Group]:
@@ -173,6 +182,32 @@ def short() -> str:
         g = Group.of(of_group)
         lines.append([name, str(g.count), str(g.sources), _share(g.median), _share(g.most), _signed(g.worst), _low(g)])
     return _markdown(head, lines, "lrrrrrr")
+
+
+def devices() -> str:
+    """A line for each kind of figures of the whole card, and one for all: how many lie inside their interval."""
+    found: dict[str, list[tuple[bool, int]]] = {}
+    for gap in gaps():
+        title, figure, gpu, _ = _ELSEWHERE[gap.source]
+        if figure in _OUTSIDE:
+            found.setdefault(f"{title}, {gpu}", []).append((_covered(gap.outside), gap.width))
+    for row in compared():
+        if row.row.figure in _OUTSIDE and row.row.source.name != _LISTED:
+            found.setdefault(_NON_TORCH, []).append((_covered(row.outside), row.interval.high - row.interval.low))
+    found["all"] = [one for family in found.values() for one in family]
+    lines = []
+    for title, family in found.items():
+        inside = [covered for covered, _ in family]
+        width = median(width for _, width in family) / MiB
+        lines.append(
+            [title, str(len(family)), str(sum(inside)), _share(sum(inside) / len(inside)), f"{width:,.0f} MiB"]
+        )
+    return _markdown(["figures", "rows", "inside", "share", "median width"], lines, "lrrrr")
+
+
+def _covered(outside: float) -> bool:
+    """Whether a figure is inside but for rounding."""
+    return abs(outside) < _ROUNDING
 
 
 def by_source() -> str:
@@ -241,6 +276,7 @@ def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]], sides: str) -
 # -- the pages ---------------------------------------------------------------------------------------------------------
 
 _SUMMARY: Final = re.compile(r"(<!-- published: summary -->\n).*?(<!-- /published: summary -->)", re.DOTALL)
+_DEVICES: Final = re.compile(r"(<!-- published: device -->\n).*?(<!-- /published: device -->)", re.DOTALL)
 _TABLE: Final = re.compile(r"^\| workloads \|.*\n(?:\|.*\n)+", re.MULTILINE)
 """The README's table, which stands without marks."""
 
@@ -249,11 +285,13 @@ def written(root: Path) -> dict[Path, str]:
     """Each page and file with its tables as the stored predictions have them."""
     readme, page, docs = root / "README.md", root / "docs" / "accuracy.md", root / "docs"
     text = page.read_text(encoding="utf-8")
-    if not _SUMMARY.search(text):
-        raise ValueError("docs/accuracy.md has no place for the summary")
+    for place, lines in ((_SUMMARY, summary()), (_DEVICES, devices())):
+        text, count = place.subn(lambda match, lines=lines: f"{match[1]}\n{lines}\n{match[2]}", text)  # type: ignore[misc]
+        if count != 1:
+            raise ValueError(f"docs/accuracy.md has no place for {place.pattern}")
     return {
         readme: _TABLE.sub(lambda _: short(), readme.read_text(encoding="utf-8")),
-        page: _SUMMARY.sub(lambda match: f"{match[1]}\n{summary()}\n{match[2]}", text),
+        page: text,
         docs / "measurements.csv": every_row(),
         docs / "measurement_sources.csv": by_source(),
         docs / "measurements_left_out.csv": left_out(),

@@ -27,11 +27,17 @@ _GROWTH, _LAYERS = 32, 4
 """Filters and layers of a dense block."""
 _SUMMARIZED: Final = 2
 _STEPS: Final = 3
+_MOST_BLOCKS: Final = 20
+"""More than any dense network of the data set has."""
 
 
 def predict(row: Row) -> StepTrace:
     """A summary and three steps with Adam."""
-    values = row.values
+    return training(row.values, row.source.gpu, row.source.stack)
+
+
+def training(values: Mapping[str, str], gpu: str, stack: str) -> StepTrace:
+    """The same of a network by its settings."""
     with torch.device("meta"):
         model = Network(values)
     shape = (int(values["channels"]), int(values["size"]), int(values["size"]))
@@ -40,9 +46,37 @@ def predict(row: Row) -> StepTrace:
         args=(torch.empty(1),),
         step=_loop(int(values["batch"]), shape),
         steps=_STEPS,
-        gpu=row.source.gpu,
-        stack=row.source.stack,
+        gpu=gpu,
+        stack=stack,
     )
+
+
+def settings(line: Mapping[str, str]) -> dict[str, str]:
+    """The settings of a line of the data set.
+
+    How often a dense network halves its filters is not among them: it follows from the parameters of the convolutions.
+    """
+    values = {
+        **{name: line[name] for name in ("depth", "architecture", "batch", "activation")},
+        "channels": line["input_channels"],
+        "classes": line["num_classes"],
+        "filters": line["base_filters"],
+        "size": line["input_size"],
+        "norm": str(int(line["batchnorm"] == "True")),
+        "dropout": line["dropout_rate"][:5] if line["dropout"] == "True" else "0",
+    }
+    parameters = sorted(int(size.partition(":")[2]) for size in line["conv_sizes"].split())
+    for every in map(str, range(1, _MOST_BLOCKS)):
+        if _parameters({**values, "every": every}) == parameters:
+            return {**values, "every": every}
+    raise ValueError(f"no {line['architecture']} network has these convolutions")
+
+
+def _parameters(values: Mapping[str, str]) -> list[int]:
+    with torch.device("meta"):
+        network = Network(values)
+    convolutions = [part for part in network.modules() if isinstance(part, nn.Conv2d)]
+    return sorted(sum(weight.numel() for weight in part.parameters()) for part in convolutions)
 
 
 def _loop(batch: int, shape: tuple[int, ...]) -> Callable[[nn.Module], Callable[[Tensor], None]]:
