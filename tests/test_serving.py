@@ -371,9 +371,8 @@ def test_a_verdict_says_the_middle_of_a_cache_first(config: Callable[..., str]) 
     assert tokens.low < about < tokens.high
     assert abs(about - tokens.middle) * 20 <= tokens.high - tokens.low
     verdict = by_code["serves"].text()
-    assert (
-        f"about {about:,} tokens ({tokens.low:,} to {tokens.high:,}): less than one request of 1,000,000,000" in verdict
-    )
+    room = f"about {about:,} tokens ({tokens.low:,} to {tokens.high:,})"
+    assert f"{room}: less than one request of 1,000,000,000, so vLLM does not start." in verdict
     too_long = by_code["request-too-long"].text()
     assert "the cache is up to" in too_long
     assert f"Requests of up to {report.ran[0].paged.longest.low:,} tokens fit." in too_long  # type: ignore[union-attr]
