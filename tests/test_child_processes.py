@@ -216,6 +216,19 @@ def test_the_environment_is_as_before_afterwards(folder: Path) -> None:
     assert subprocess.Popen.__init__.__module__ == "subprocess"
 
 
+def test_a_process_that_outlives_the_run_starts_as_usual(folder: Path) -> None:
+    """The script's folder has gone by the time that Python has imported what lets the process have the GPU."""
+    (folder / "train.py").write_text(
+        "import os\n"
+        "from pathlib import Path\n"
+        "run = Path(os.environ['PYTHONPATH'].split(os.pathsep)[0])\n"
+        "Path('start.py').write_text((run / 'sitecustomize.py').read_text())\n"
+    )
+    memsize.run(folder / "train.py", gpu="t4")
+    done = subprocess.run([sys.executable, "start.py"], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
 @pytest.mark.thorough
 def test_ranks_that_a_launcher_starts_are_ranks(folder: Path) -> None:
     """One parameter of 1024 × 1024 × 4 B = 4 MiB; DDP's bucket of gradients has 4 MiB, and so have gradients."""

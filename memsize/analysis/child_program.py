@@ -29,8 +29,13 @@ if TYPE_CHECKING:
 
 
 def start(folder: str) -> None:
-    """Guard the files of this process, and let it have the GPU when it imports torch; `folder` is that of the run."""
-    settings: Settings = pickle.loads((Path(folder) / "settings.pickle").read_bytes())
+    """Guard the files of this process, and let it have the GPU when it imports torch; `folder` is that of the run,
+    which may have ended since the process began.
+    """
+    written = Path(folder) / "settings.pickle"
+    if not written.exists():
+        return
+    settings: Settings = pickle.loads(written.read_bytes())
     regions = ExitStack()
     guard = FileGuard(settings.allowed)
     processes = ChildProcesses(guard, settings)

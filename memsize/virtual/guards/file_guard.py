@@ -128,7 +128,7 @@ class FileGuard(Guard):
             self.new.add(name)
         elif matters(name):
             self.refused[f"{verb} {shown(name)}: it was there before (--allow-writes lets the program)"] = None
-            raise PermissionError(13, "memsize run leaves files that were there before as they are", name)
+            raise PermissionError(13, "memsize run leaves existing files as they are, without --allow-writes", name)
 
     def _is_new(self, name: str) -> bool:
         """Return whether a path, or a folder that it is in, was made by the program or a process that it started."""
