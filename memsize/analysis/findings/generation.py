@@ -210,7 +210,8 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
     room = "{tokens} tokens" if exact else "about {about} tokens ({tokens} to {most})"
     served = "{requests} requests of {context} at once"
     if paged.concurrency.high < 1:
-        served = f"less than one request of {{context}}{', so vLLM does not start' if _is_vllm(serving) else ''}"
+        served = "less than one request of {context}"
+        served += ", so vLLM does not start" if serving.rules.server == "vLLM" else ""
     brief = f"Under {{scenario}} the KV cache has room for {room}: {served}."
     size = "{cache}" if exact else "{cache} to {more}" if paged.available.low else "at most {more}"
     text = f"{brief} The cache gets {size} of {{card}}."
@@ -226,9 +227,10 @@ def _what_is_too_long(evidence: Served) -> Iterator[Finding]:
     paged = row.paged
     missing = (paged.request_blocks - paged.blocks.low) * paged.block_bytes
     values: dict[str, object] = {"scenario": row.scenario, "context": serving.context, "missing": Bytes(missing)}
-    be = "is" if paged.concurrency.high < 1 else "may be"
-    text = f"Under {{scenario}} the cache {be} up to {{missing}} too small for one request of {{context}} tokens"
-    text += ", without which vLLM does not start: lower max_model_len." if _is_vllm(serving) else "."
+    text = "Under {scenario} the cache may be up to {missing} too small for one request of {context} tokens"
+    if paged.concurrency.high < 1:
+        text = "Under {scenario} the cache is up to {missing} too small for one request of {context} tokens"
+    text += ", without which vLLM does not start: lower max_model_len." if serving.rules.server == "vLLM" else "."
     if paged.longest is not None:
         values |= {"longest": paged.longest.low or paged.longest.high}
         fits = "Requests of up to {longest} tokens fit."
@@ -273,10 +275,6 @@ def _what_a_step_takes(evidence: Served) -> Iterator[Finding]:
     )
     values = {"profile": Bytes(row.profile), "tokens": serving.tokens, "seqs": serving.seqs}
     yield Finding("step-transient", text, values, bytes=row.profile)
-
-
-def _is_vllm(serving: ServerArguments) -> bool:
-    return serving.rules.server == "vLLM"
 
 
 def _cached_tokens(row: ServingRow) -> int:
