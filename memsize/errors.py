@@ -28,7 +28,7 @@ from typing import Any, Final
 from memsize.printable import LONGEST, printable_lines
 
 _LONGEST_QUOTED: Final = 80
-_MOST_LISTED: Final = 100
+_MOST_LISTED: Final = 30
 _SHOWN_OF_MORE: Final = 8
 _NO_MEMORY: Final = re.compile("DefaultCPUAllocator: .*you tried to allocate ([0-9]+) bytes")
 _WHILE_TRACING: Final = re.compile(
@@ -203,7 +203,7 @@ def nearest(name: str, names: Iterable[str], most: int = 3) -> tuple[str, ...]:
 def suggestion(name: str, names: Iterable[str], near: Iterable[str] | None = None) -> str:
     """``"did you mean int64?"`` if some of `names` are near to `name`, else all of them: ``"known: …"``.
 
-    `near` are the near names, if they are known already. Of more than a hundred names the first few are shown.
+    `near` are the near names, if they are known already. Of more than `_MOST_LISTED` names the first few are shown.
     """
     names = tuple(names)
     if likely := ", ".join(nearest(name, names) if near is None else near):

@@ -196,3 +196,12 @@ def test_a_config_is_fetched_once_and_hostile_ones_are_refused(hub: ThreadingHTT
     others = {request for request in asked if not request.endswith("/config.json")}
     assert others <= {"GET /api/agent-harnesses"}  # huggingface_hub's own, once a day
     assert "huge" not in done.stderr.splitlines()[-1]
+
+
+def test_a_preset_goes_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_target("gpt2-medium").library == "hf"
+    with pytest.raises(TargetError, match="did you mean gpt2, gpt2-medium"):
+        parse_target("gpt2-medum")
+    Path("gpt2.py").write_text("")
+    assert parse_target("gpt2").module == "gpt2"  # a module of one's own comes first

@@ -19,7 +19,16 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Final, TypeVar
 
-from memsize.errors import ExitError, InputError, TargetError, UnknownTargetError, exits_caught, quoted
+from memsize.errors import (
+    ExitError,
+    InputError,
+    TargetError,
+    UnknownTargetError,
+    exits_caught,
+    nearest,
+    quoted,
+    suggestion,
+)
 from memsize.loading.building import (
     LoadedModel,
     build,
@@ -29,6 +38,7 @@ from memsize.loading.building import (
     random_numbers_kept,
 )
 from memsize.loading.model_defined_step import is_trainer, model_defined_step, model_defined_step_of
+from memsize.loading.presets import presets
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import LIBRARIES, Target, parse_target
 from memsize.spec.inputs import InputMaker, InputRequest
@@ -294,6 +304,9 @@ def _import_failure(error: Exception, target: Target, scope: ImportScope) -> str
         hint = f" (did you mean {package}:{last}?)" if package and target.name is None else ""
         if not package and not any(map(importlib.util.find_spec, _BY_NAME)):
             hint = " (models by name come with timm and torchvision: pip install 'memsize[models]')"
+        elif not package and target.name is None:
+            near = nearest(missing, tuple(presets()))
+            hint = f" ({suggestion(missing, (), near)} memsize models lists names)" if near else ""
         return f"no module {missing!r}, neither installed nor in {scope.folder}{hint}"
     failure = f"importing {target.source} failed {explained(error, scope.owns)}"
     if "torchvision::" in str(error):

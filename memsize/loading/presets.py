@@ -75,8 +75,12 @@ def presets() -> Mapping[str, Preset]:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether `text` is written as a Hub id, ``org/name``, and names no file or folder, nor one in a folder ``org``."""
+    """Whether `text` is written as a Hub id, ``org/name``, or names a preset, as ``gpt2`` does. It names no file, module
+    or folder, nor one in a folder ``org``.
+    """
     path = Path(text)
+    if "/" not in text:
+        return text in presets() and not path.exists() and not path.with_name(f"{text}.py").exists()
     is_one = _HUB_ID.fullmatch(text) is not None and path.suffix not in (".py", ".json")
     return is_one and not path.exists() and not path.parent.is_dir()
 

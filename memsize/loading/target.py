@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from memsize.errors import TargetError, first_line, nearest, quoted
-from memsize.loading.presets import is_hub_id
+from memsize.errors import TargetError, first_line, nearest, quoted, suggestion
+from memsize.loading.presets import is_hub_id, presets
 from memsize.records.run_file import SUFFIX
 
 _EXAMPLES = "write it like model.py:Net or package.module:build"
@@ -82,7 +82,9 @@ def _parsed(text: str) -> Target:
     if named or is_folder or path.is_file():
         return Target(_existing_file(path.expanduser()), None, name or None)
     if not all(part.isidentifier() for part in source.split(".")):
-        raise TargetError(f"cannot read {text!r} as a target: {_EXAMPLES}")
+        near = nearest(source, tuple(presets()))
+        hint = suggestion(source, (), near) if near else _EXAMPLES
+        raise TargetError(f"cannot read {text!r} as a target: {hint}")
     return Target(None, source, name or None)
 
 

@@ -116,6 +116,8 @@ class Grid:
 
 def read_grid(file: Path) -> Grid:
     """The sweep that `file` describes; raises `InputError`, naming the key, for what cannot be meant."""
+    if not file.exists():
+        raise InputError(f"no such file: {file} (memsize sweep --help shows what the file of a sweep holds)")
     text, data = parsed_toml(file)
     header = re.compile(r"\s*\[\[\s*target\s*\]\]")
     lines = [f"{file.name}:{n}" for n, line in enumerate(text.splitlines(), 1) if header.match(line)]

@@ -143,7 +143,9 @@ def generate_of(model: nn.Module, name: str) -> Callable[..., Any]:
     generate: Callable[..., Any] | None = getattr(model, "generate", None)
     if not callable(generate):
         pipeline = name.partition(" ")[0]
-        hint = f": memsize generate '{pipeline}' --gpu a100" if name.startswith("diffusers:") else ""
+        hint = "; --step loop.py:function gives a loop of your own"
+        if name.startswith("diffusers:"):
+            hint = f": memsize generate '{pipeline}' --gpu a100"
         raise InputError(f"{name} has no generate method: it generates no tokens{hint}")
     return generate
 
