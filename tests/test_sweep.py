@@ -334,6 +334,13 @@ def test_all_answers_come_where_warnings_are_errors_and_processes_grow(python: P
 GRID = {"target": "nets.py:Net", "input": "64", "batch_size": [1, 2, 3], "gpu": ["t4", "a100"]}
 
 
+def test_inputs_may_be_a_list(folder: Path) -> None:
+    """As in a project's file; a cell comes back from the file of results."""
+    grid = {"target": "nets.py:Net", "input": ["64"], "gpu": "t4"}
+    ran, again = (memsize.sweep(grid, jobs=1, results="r.jsonl") for _ in range(2))
+    assert (ran.reused, again.reused) == (0, 1) and ran.sweep_rows[0].reserved == again.sweep_rows[0].reserved
+
+
 def swept(**options: Any) -> tuple[Sweep, int]:
     """The sweep, and how many cells were run for it."""
     said: list[str] = []

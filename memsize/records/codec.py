@@ -303,7 +303,7 @@ def _write_any(value: Any) -> Any:
     """Encode a value of a finding, which has no annotated type: bytes and tuples carry the name of their type."""
     if isinstance(value, Bytes):
         return {"bytes": int(value)}
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return {"tuple": [_write_any(member) for member in value]}
     if value is None or isinstance(value, str | int | float):
         return value
