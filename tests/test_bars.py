@@ -127,3 +127,14 @@ def test_a_small_part_keeps_its_name_beside_an_empty_one_and_nothing_is_drawn_as
     bars = Bars("sizes", parts, (Bar((Label("a"),), (0, 99 * MiB, MiB)), Bar((Label("b"),), (0, 0, 0))))
     _, first, second, key = lines(bars, "MiB", 130)
     assert key == "█ now  ░ over the limit" and first.endswith("100.00") and second.split() == ["b", "0"]
+
+
+def test_a_legend_names_what_the_bars_do_not() -> None:
+    """A part that nothing is drawn of, the only part, and parts that bars are named after need no explanation."""
+    parts = (Part("a", "before", "input"), Part("b", "now", "parameter"), Part("c", "over", "gradient"))
+    assert (
+        drawing.legend(Bars("sizes", parts, (Bar((Label("x"),), (0, 3, 0)), Bar((Label("y"),), (0, 0, 4)))))
+        == parts[1:]
+    )
+    assert drawing.legend(Bars("sizes", parts, (Bar((Label("x"),), (0, 3, 0)),))) == ()
+    assert drawing.legend(Bars.of_whole("alive", [(part, 5) for part in parts])) == ()

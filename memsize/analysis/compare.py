@@ -100,7 +100,7 @@ def _peaks(models: Models) -> Iterator[Finding]:
     most = max(of_interest, key=lambda peak: abs(peak[3] - peak[2]), default=None)
     if most is not None and most[2] != most[3]:
         of, scenario, before, after = most
-        text = f"{of.capitalize()} of {{scenario}}: {{before}} → {{after}} ({{share}})."
+        text = f"Allocated at the {of} of {{scenario}}: {{before}} → {{after}} ({{share}})."
         yield Finding("peak-changed", text, {"scenario": scenario, **_went(before, after)}, bytes=after - before)
 
 

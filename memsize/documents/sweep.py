@@ -44,11 +44,11 @@ class SweepDocument(Document[Sweep]):
         sweep = self.answer
         ways = tuple(key for key in sweep.varying if key != "gpu") or ("gpu",)
         largest = _largest_peaks(sweep, ways)
-        title = "peak"
+        title = "alive at the peak"
         if len(largest) > MOST_BARS:
             is_of_models = "target" in ways
             largest = _largest_peaks(sweep, ("target",)) if is_of_models else largest
-            title = "largest peak" if is_of_models and len(largest) <= MOST_BARS else "largest peaks"
+            title += ", each model's largest" if is_of_models and len(largest) <= MOST_BARS else ", the largest"
             largest = dict(sorted(largest.items(), key=lambda item: -(item[1].reserved or 0))[:MOST_BARS])
         if not largest:
             return None

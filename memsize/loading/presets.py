@@ -75,8 +75,8 @@ def presets() -> Mapping[str, Preset]:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether `text` is written as a Hub id, ``org/name``, or names a preset, as ``gpt2`` does. It names no file, module
-    or folder, nor one in a folder ``org``.
+    """Whether `text` is written as a Hub id, ``org/name``, or names a preset, as ``gpt2`` does. It names no file,
+    module or folder, nor one in a folder ``org``.
     """
     path = Path(text)
     if "/" not in text:

@@ -59,6 +59,13 @@ def lines(bars: Bars, unit_name: str, width: int | None = None, *, colour: bool 
         yield from _key(bars, inks, unit, width)
 
 
+def legend(bars: Bars) -> tuple[Part, ...]:
+    """The parts that a legend has to explain: those drawn, unless there is one or the bars have their names."""
+    used = tuple(part for n, part in enumerate(bars.parts) if any(bar.sizes[n] for bar in bars.bars))
+    names = {label.text for bar in bars.bars for label in bar.labels}
+    return () if len(used) < 2 or all(part.title in names for part in used) else used
+
+
 def longest_drawn(bars: Bars) -> int:
     """Return the size that fills the whole width: the longest bar, or the limit where it is longer but still near."""
     most = max(bar.total for bar in bars.bars)

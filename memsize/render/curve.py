@@ -8,8 +8,8 @@ from memsize.documents.sections import Curve, Limit, Line
 from memsize.render.plot import Frame, round_ticks, ticks
 from memsize.units import format_bytes, unit_for
 
-COLOURS: Final = ("parameter", "activation", "gradient", "optimizer state", "gathered parameter", "KV cache", "input")
-"""Roles in whose colours lines are drawn, one after the other."""
+COLOURS: Final = ("parameter", "activation", "optimizer state", "KV cache", "gathered parameter", "cast copy", "input")
+"""Roles in whose colours lines are drawn, one after the other; red is that of limits."""
 _ROOM: Final = 34
 """The width of a number."""
 _BEYOND: Final = 1.12

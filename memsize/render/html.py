@@ -200,7 +200,7 @@ def _bars(section: Bars, unit_name: str) -> SimpleNamespace:
     limit, unit = section.limit, unit_for(scale, unit_name)
     is_near = limit is not None and limit.size <= scale
     return SimpleNamespace(
-        keys=section.parts,
+        keys=bars.legend(section),
         unit=unit.name,
         bars=[
             SimpleNamespace(

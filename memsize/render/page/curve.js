@@ -5,7 +5,7 @@ function addSlider(section) {
   if (!svg) return;
   const { left, right, bottom, top, events } = JSON.parse(svg.dataset.frame), axis = svg.dataset.axis;
   const limits = JSON.parse(svg.dataset.limits);
-  const lines = [...svg.querySelectorAll("g[data-points]")].map((line) => ({ name: line.dataset.name, points: JSON.parse(line.dataset.points) }));
+  const lines = [...svg.querySelectorAll("g[data-points]")].map((line) => ({ name: line.dataset.name, points: JSON.parse(line.dataset.points) })).reverse();
   const sizes = lines.flatMap(({ points }) => points.map(([size]) => size)).sort((a, b) => a - b);
   const answer = Number(svg.dataset.answer) || sizes.at(-1);
   const cursor = svg.appendChild(draw("line", { class: "cursor", y1: top, y2: bottom }));
