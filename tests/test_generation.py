@@ -558,7 +558,7 @@ def test_a_loop_of_ones_own(config: Callable[..., str], tmp_path: Path) -> None:
         memsize.generate(target, step=f"{file}:greedy", cache_implementation="static", **options)
     with pytest.raises(InputError, match="step returned without a call of the model"):
         memsize.generate(target, step=lambda model: None, **options)
-    with pytest.raises(memsize.TargetError, match="nothing is no function: it has to be one that generates tokens"):
+    with pytest.raises(memsize.TargetError, match="nothing is not a function: name one that generates tokens"):
         memsize.generate(target, step=f"{file}:nothing", **options)
 
 

@@ -108,31 +108,19 @@ def destination(
 
     Raises `OutputError` for what would only fail after the work is done.
     """
-    if unit not in (None, AUTO):
-        units = (*UNITS, *DECIMAL)
-        alike = (name for name in units if name.lower() == unit.lower())
-        match = unit if unit in units else next(alike, None)
-        if match is None:
-            raise UnknownOutputError("unit", unit, units)
-        unit = match
+    unit = _unit_called(unit)
     if saved is not None:
         check_writable(saved, overwrite=force)
     if format is not None and format not in formats:
         raise UnknownOutputError("format", format, formats)
-    if file is None and sys.stdout is None:
-        raise OutputError("cannot write to stdout, which is closed: name a file with -o")
-    if file is None and format in BINARY and sys.stdout.isatty():
-        suffix = formats[format][0]
-        raise OutputError(f"a {format} is no text: name a file for it, such as -o {format}{suffix}")
-    if file is not None:
+    if file is None:
+        _check_stdout(format, formats)
+        form = format or "text"
+    else:
         if file == saved:
             raise OutputError(f"{file} cannot hold both the output and the saved run: give them different names")
         files.check_writable(file, overwrite=force)
-        suffixes = [suffix for endings in formats.values() for suffix in endings]
-        if format is None and file.suffix and file.suffix.lower() not in suffixes:
-            hint = f"{suggestion(file.suffix, suffixes)} (with --format any name will do)"
-            raise OutputError(f"no format has the suffix {file.suffix!r} ({file.name}): {hint}")
-    form = format or ("text" if file is None else format_of(file.name, formats))
+        form = format or _format_by_suffix(file, formats)
     if form in IMAGES:
         check_images()
     if file is None:
@@ -148,6 +136,31 @@ def destination(
             colour=form == "text" and _coloured(color),
         )
     return Destination(form, file, force, unit=unit, saved=saved)
+
+
+def _unit_called(name: str | None) -> str | None:
+    """The unit of this name, in upper case or lower. Raises `OutputError` where there is none."""
+    if name in (None, AUTO, *UNITS, *DECIMAL):
+        return name
+    match = next((unit for unit in (*UNITS, *DECIMAL) if unit.lower() == str(name).lower()), None)
+    if match is None:
+        raise UnknownOutputError("unit", str(name), (*UNITS, *DECIMAL))
+    return match
+
+
+def _check_stdout(format: str | None, formats: Formats) -> None:
+    if sys.stdout is None:
+        raise OutputError("cannot write to stdout, which is closed: name a file with -o")
+    if format in BINARY and sys.stdout.isatty():
+        raise OutputError(f"a {format} is no text: name a file for it, such as -o {format}{formats[format][0]}")
+
+
+def _format_by_suffix(file: Path, formats: Formats) -> str:
+    suffixes = [suffix for endings in formats.values() for suffix in endings]
+    if file.suffix and file.suffix.lower() not in suffixes:
+        hint = f"{suggestion(file.suffix, suffixes)} (with --format any name will do)"
+        raise OutputError(f"no format has the suffix {file.suffix!r} ({file.name}): {hint}")
+    return format_of(file.name, formats)
 
 
 def _coloured(color: Color) -> bool:

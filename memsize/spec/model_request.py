@@ -6,7 +6,7 @@ import ast
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from memsize.errors import InputError
 from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, parse_input, parse_inputs
@@ -196,26 +196,33 @@ class ModelRequest:
             return model
         if input_size is not None and not _is_size(input_size) and input_data is None:
             input_size, input_data = None, input_size
-        # What can also be iterated over is data: a graph of torch_geometric can be called, too.
-        makes = isinstance(input_data, str) or (callable(input_data) and not isinstance(input_data, Iterable))
-        beside = kwargs if input_data is not None and not makes else None
-        if (input_size is not None) + (input_data is not None) + bool(args or (kwargs and not beside)) > 1:
-            raise InputError("give the input once: as input_size, as input_data, or as args and kwargs")
+        call, source = _real_inputs(input_data, args or (), kwargs or {})
+        if input_size is not None and (call is not None or source is not None):
+            raise InputError(_TWICE)
         specs = () if input_size is None else _specs(input_size)
-        call = source = None
-        if makes:
-            source = input_data
-        elif input_data is not None:
-            values, keywords = call_of(input_data)
-            if twice := next((name for name in beside or () if name in keywords), None):
-                raise InputError(f"the argument {twice!r} is given twice, in input_data and in kwargs")
-            call = values, keywords | dict(beside or {})
-        elif args or kwargs:
-            call = tuple(args or ()), dict(kwargs or {})
         if isinstance(length := options.get("seq_len"), str):
             options["seq_len"] = parse_lengths(length)
         options["arguments"] = dict(options.get("arguments") or {})
         return cls(model, specs, call=call, source=source, **options)  # type: ignore[arg-type]
+
+
+_TWICE: Final = "give the input once: as input_size, as input_data, or as args and kwargs"
+
+
+def _real_inputs(data: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call | None, Any]:
+    """The call that real inputs are, or the function or its name that makes them; `kwargs` may come beside `data`."""
+    if data is None:
+        return ((tuple(args), dict(kwargs)) if args or kwargs else None), None
+    # What can also be iterated over is data: a graph of torch_geometric can be called, too.
+    makes = isinstance(data, str) or (callable(data) and not isinstance(data, Iterable))
+    if args or (makes and kwargs):
+        raise InputError(_TWICE)
+    if makes:
+        return None, data
+    values, keywords = call_of(data)
+    if twice := next((name for name in kwargs if name in keywords), None):
+        raise InputError(f"the argument {twice!r} is given twice, in input_data and in kwargs")
+    return (values, keywords | dict(kwargs)), None
 
 
 def call_of(data: Any) -> Call:

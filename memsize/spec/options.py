@@ -176,7 +176,27 @@ class Part:
     ) -> Any:
         """The part, called `name` in its request, of the values by their keys."""
         options = self.options()
+        if (whole := self._whole(name, given_values, options)) is not None:
+            return whole
+        if missing := next((o for o in options.values() if o.required and o.key not in given_values), None):
+            raise InputError(f"{spell(missing)} is missing")
         values = {n: given_values[o.key] for n, o in options.items() if given_values.get(o.key) is not None}
+        if self.when == "any" and not values:
+            return None
+        if self.when not in ("", "any"):
+            asking = next(choice for choice in options.values() if choice.key == self.when)
+            if given_values.get(asking.key, asking.default) is None:
+                if unused := [options[n] for n in values]:
+                    raise InputError(f"{spell(unused[0])} is for {self.purpose.format(spell(asking))}")
+                return None
+        if python and self.keywords is not None:
+            return self.keywords(**self._python_keywords(name, given_values))
+        changed = {n: options[n].default for n, change in self.changes.items() if "default" in change and n in options}
+        read = {n: options[n].taken(value, spell, python) for n, value in values.items()}
+        return self.cls(**(changed | read))
+
+    def _whole(self, name: str, given_values: Mapping[str, Any], options: Mapping[str, Option]) -> Any:
+        """The `cls` that a keyword brings whole; None if there is none, or if the keyword is one of the options."""
         lead = self.lead(name)
         whole = given_values.get(lead)
         if isinstance(whole, self.cls):
@@ -186,25 +206,14 @@ class Part:
             return whole
         if whole is not None and lead not in {choice.key for choice in options.values()} | {"model"}:
             raise InputError(f"{lead} is {quoted(str(whole))}: it should be a {self.cls.__name__}")
-        if missing := next((o for o in options.values() if o.required and o.key not in given_values), None):
-            raise InputError(f"{spell(missing)} is missing")
-        if self.when == "any" and not values:
-            return None
-        if self.when not in ("", "any"):
-            asking = next(choice for choice in options.values() if choice.key == self.when)
-            if given_values.get(asking.key, asking.default) is None:
-                if unused := [options[n] for n in values if options[n] is not asking]:
-                    raise InputError(f"{spell(unused[0])} is for {self.purpose.format(spell(asking))}")
-                return None
-        if python and self.keywords is not None:
-            keywords = {key: given_values[key] for key in self.keywords_of(name) if key in given_values}
-            required = (key for key, it in self.keywords_of(name).items() if it.default is Parameter.empty)
-            if absent := next((key for key in required if key not in keywords), None):
-                raise InputError(f"{absent} is missing")
-            return self.keywords(**keywords)
-        changed = {n: options[n].default for n, change in self.changes.items() if "default" in change and n in options}
-        read = {n: options[n].taken(value, spell, python) for n, value in values.items()}
-        return self.cls(**(changed | read))
+        return None
+
+    def _python_keywords(self, name: str, given_values: Mapping[str, Any]) -> dict[str, Any]:
+        parameters = self.keywords_of(name)
+        for key, parameter in parameters.items():
+            if parameter.default is Parameter.empty and key not in given_values:
+                raise InputError(f"{key} is missing")
+        return {key: given_values[key] for key in parameters if key in given_values}
 
     def lead(self, name: str) -> str:
         """The keyword that takes a `cls` whole, of the part called `name` in its request."""

@@ -6,7 +6,7 @@ storages of that step. Two steps with the same `structure` differ in their `size
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -129,30 +129,33 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
             step_events.append(StepEvent(age, slot, event.layer, op=event.op, stage=phases[event.phase][0]))
         structure = Structure(
             events=tuple(step_events),
-            storages=tuple(
-                StepStorage(
-                    role=storage.role,
-                    layer=storage.layer,
-                    op=storage.op,
-                    dtype=storage.dtype,
-                    dims=len(storage.shape),
-                    stream=storage.stream,
-                    line=trace.lines[storage.line] if storage.line >= 0 else "",
-                )
-                for storage in storages
-            ),
+            storages=tuple(_without_sizes(storage, trace.lines) for storage in storages),
             cached=tuple(layer.kind for layer in layers),
             hosted=tuple(len(layer.hosted) for layer in layers),
         )
-        sizes = [
-            *(event.delta for event in events),
-            *(storage.bytes for storage in storages),
-            *(dimension for storage in storages for dimension in storage.shape),
-            *(layer.bytes for layer in layers),
-            *(size for layer in layers for size in layer.hosted),
-        ]
-        steps.append(Step(structures.setdefault(structure, structure), np.array(sizes, dtype=np.int64)))
+        sizes = np.array([*(event.delta for event in events), *_sizes(storages, layers)], dtype=np.int64)
+        steps.append(Step(structures.setdefault(structure, structure), sizes))
     return steps
+
+
+def _without_sizes(storage: Storage, lines: Sequence[str]) -> StepStorage:
+    return StepStorage(
+        role=storage.role,
+        layer=storage.layer,
+        op=storage.op,
+        dtype=storage.dtype,
+        dims=len(storage.shape),
+        stream=storage.stream,
+        line=lines[storage.line] if storage.line >= 0 else "",
+    )
+
+
+def _sizes(storages: Sequence[Storage], layers: Sequence[CachedLayer]) -> Iterator[int]:
+    """The sizes of a step behind those of its events, in the order of `Step`."""
+    yield from (storage.bytes for storage in storages)
+    yield from (dimension for storage in storages for dimension in storage.shape)
+    yield from (layer.bytes for layer in layers)
+    yield from (size for layer in layers for size in layer.hosted)
 
 
 # -- from steps to the columns of a run -------------------------------------------------------------------------------
