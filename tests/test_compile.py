@@ -659,6 +659,24 @@ def test_a_compiled_optimizer_step_makes_the_state_and_fuses_its_update() -> Non
     assert updates == [True, False]  # eager code needs temporaries, compiled code writes in place
 
 
+WHILE = "torch._higher_order_ops.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.sin()), (torch.zeros(()), x))"
+
+
+@pytest.mark.parametrize(
+    ("value", "tensors"),
+    [
+        pytest.param("torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))", 2, id="x, a branch's"),
+        pytest.param(WHILE, 3, id="x, the last run's, this one's"),
+    ],
+)
+def test_control_flow_that_depends_on_data_is_lowered(value: str, tensors: int) -> None:
+    trace = run_script(
+        f"import torch, torch._higher_order_ops\ntorch.compile(lambda x: {value})(torch.randn(64, 64, device='cuda'))"
+    )
+    assert peak(trace) // (64 * 64 * 4) == tensors
+    assert not trace.failure and not [note for note in trace.notes if "could not be" in note]
+
+
 def test_a_verdict_names_the_operation_that_cannot_be_traced() -> None:
     scan = """
 @torch.library.custom_op("traced::scan", mutates_args=())

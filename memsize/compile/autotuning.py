@@ -28,13 +28,9 @@ def most_measured(graph: GraphLowering, l2_cache: int) -> int:
 
 
 def _operands(product: Any) -> int:
-    inputs = {node.get_name(): _base(node) for node in product.inputs}
-    return sum(map(_bytes, (*inputs.values(), product)))
-
-
-def _base(node: Any) -> Any:
-    """The buffer that a view is of: a copy is made of all of it."""
-    return node.unwrap_view() if isinstance(node, ir.BaseView) else node
+    # Of a view, all of the buffer that it is of is copied.
+    bases = (node.unwrap_view() if isinstance(node, ir.BaseView) else node for node in product.inputs)
+    return sum(map(_bytes, (*{base.get_name(): base for base in bases}.values(), product)))
 
 
 def _bytes(buffer: Any) -> int:

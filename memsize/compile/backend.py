@@ -80,7 +80,7 @@ class Compiler:
         tunes = any(options.get(name, attrgetter(name)(config)) for name in _TUNING)
         compiling = partial(
             compile_fx.compile_fx,
-            inner_compile=partial(self._lower, self._measure if tunes else _ignore),
+            inner_compile=partial(self._lower, self._measure if tunes else lambda _: None),
             config_patches={name: value for name, value in options.items() if name not in _ON_GPU},
             decompositions=cuda_decompositions(),
         )
@@ -216,10 +216,6 @@ def _originals() -> Iterator[None]:
     assert part, "graphs are compiled in the region that is for it"
     with part.lowered(), assigned(part, "is_tracing", False):
         yield
-
-
-def _ignore(_graph: GraphLowering) -> None:
-    return None
 
 
 NO_POOL: Final = "the memory pool of torch.compile's CUDA graphs is left out"

@@ -29,6 +29,7 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPython
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
+from torch.fx import GraphModule
 
 from memsize.compile.bindings import without_driver
 from memsize.compile.cuda_graphs import CudaGraphs
@@ -117,6 +118,10 @@ class PlannedWrapper(PythonWrapperCodegen):
     def codegen_device_guard_exit(self) -> None:
         return None
 
+    def writeline(self, line: Any) -> None:
+        """How often a `while_loop` runs depends on data: here twice, after which it takes no more."""
+        super().writeline("for _ in range(2):" if line in ("while should_loop:", "while True:") else line)
+
     def make_buffer_allocation(self, buffer: Any) -> str:
         return f"{_here(buffer)}; {super().make_buffer_allocation(buffer)}"
 
@@ -155,6 +160,7 @@ def planning(
         (torch.cuda, "get_device_properties", lambda *_: properties),
         (torch.cuda, "get_device_capability", lambda *_: (properties.major, properties.minor)),
         (GraphLowering, "_compile_to_module", lambda graph: _unloaded(graph, lowered)),
+        (GraphModule, "print_readable", lambda *_, **__: ""),  # a key of caches, which are off
         (ComboKernel, "horizontal_partition", staticmethod(_one_by_one)),
         (partitioners, "functionalize_rng_ops", lambda _joint, forward, backward, *_: (forward, backward)),
         *without_driver(),

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 import torch._dynamo as dynamo
+from torch import _ops
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.convert_frame import CatchErrorsWrapper
@@ -64,6 +65,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         wrapping(CheckFunctionManager, "__init__", _guarding),
         wrapping(DDPOptimizer, "compile_fn", _divided),
         wrapping(FakeTensorMode, "__init__", _accepting),
+        wrapping(_ops, "_compute_keyset", _without_key),
         wrapping(FakeTensorMode, "dispatch", _on_stand_ins),
         wrapping(torch._ops, "_compute_keyset", _beneath_semantics),
         (TensorVariable, "specialize", staticmethod(calling(_specialized, TensorVariable.specialize))),
@@ -179,6 +181,11 @@ def _specialized(original: Callable[..., dict[str, Any]], value: torch.Tensor) -
     if part and part.stands_for is not None and facts["device"].type == "meta":
         facts["device"] = part.stands_for
     return facts
+
+
+def _without_key(original: Callable[..., Any], args: Any, kwargs: Any, keys: Any) -> Any:
+    """The dispatch keys of a higher-order operator, such as `torch.cond`, without ours, which what it calls has."""
+    return original(args, kwargs, keys.remove(KEY))
 
 
 def _inlined(original: Callable[..., Any], variable: Any, *args: Any) -> Any:
