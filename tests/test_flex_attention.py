@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
+from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize.kernels.attention import UNCOMPILED_FLEX, flex_gradients, flex_outputs
@@ -88,12 +89,17 @@ def test_a_step_holds_nothing_of_the_size_of_the_scores(compiled: bool) -> None:
     assert UNCOMPILED_FLEX in trace.notes
 
 
-def test_inside_compiled_code_it_takes_what_its_kernels_take() -> None:
+class Checkpointed(Attending):
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, checkpoint(super().forward, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("kind", [Attending, Checkpointed])
+def test_inside_compiled_code_it_takes_what_its_kernels_take(kind: type[Attending]) -> None:
     """Those that it takes in eager code: Inductor would make the same kernels with Triton."""
     options: dict[str, Any] = {"batch_size": 2, "optimizer": "sgd", "steps": 1}
     eager, compiled = (
-        memsize.trace(Attending(bias=True, masked=True), (128, 64), scenario=name, **options).trace
-        for name in ("fp32", "fp32+compile")
+        memsize.trace(kind(bias=True), (128, 64), scenario=name, **options).trace for name in ("fp32", "fp32+compile")
     )
     assert not [note for note in compiled.notes if "could not be" in note]
     for op in ("flex_attention", "flex_attention_backward"):

@@ -134,11 +134,12 @@ class Compiler:
 
 
 def _fuse_attention(module: GraphModule) -> None:
-    """Let FlexAttention be its kernels, which Inductor would make with Triton."""
-    for node in module.graph.nodes:
-        if node.target is torch.ops.higher_order.flex_attention:
-            node.target = flex_attention
-    module.recompile()
+    """Let FlexAttention be its kernels, which Inductor would make with Triton, also where a checkpoint is around it."""
+    for part in module.modules():
+        if isinstance(part, GraphModule):
+            for node in part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention):
+                node.target = flex_attention
+            part.recompile()
 
 
 def _copied(module: GraphModule) -> GraphModule:
