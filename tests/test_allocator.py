@@ -843,6 +843,25 @@ def test_what_a_card_shows_is_bounded_or_what_the_run_would_take(events, config,
 
 
 @settings(deadline=None)
+@given(streams(), configs, st.lists(capacities, min_size=2, max_size=4), st.integers(0, 40 * MiB))
+def test_cards_that_share_replays_show_what_each_shows_alone(events, config, totals, least):
+    shared, outside = [], Interval(least, least + 20 * MiB)
+    for total in totals:
+        together = replay_within(events, config, total, outside, shared=shared)
+        assert together == replay_within(events, config, total, outside)
+
+
+def test_cards_that_are_large_enough_share_one_replay():
+    events, shared, outside = [(0, 30 * MiB), (0, -30 * MiB), (1, 40 * MiB)], [], Interval(10 * MiB, 20 * MiB)
+    for total in (90, 100, 200):
+        replay_within(events, AllocatorConfig(), total * MiB, outside, shared=shared)
+    assert shared == [replay(events)]
+    # Of 89 MiB, 79 are enough for 30 + 40 as well; 69 are not.
+    replay_within(events, AllocatorConfig(), 89 * MiB, outside, shared=shared)
+    assert shared == [replay(events), replay(events, capacity=69 * MiB)]
+
+
+@settings(deadline=None)
 @given(streams(), configs)
 def test_more_capacity_changes_nothing_where_there_was_enough(events, config):
     ample = replay(events, AllocatorConfig(expandable_segments=config.expandable_segments))

@@ -20,7 +20,7 @@ from memsize.errors import InputError, MemsizeError, first_line, in_one_line
 from memsize.interrupt import Interrupted
 from memsize.loading import parse_target, targets_of
 from memsize.processes.spread import Died, TimeLimitError, is_late, spread, time_limited
-from memsize.records.gpu import DEFAULT_GPU, Card
+from memsize.records.gpu import DEFAULT_GPU, Card, GpuEstimate
 from memsize.records.sweep import ResultsFile, Sweep, SweepRow, phrase_of, results_file, varying
 from memsize.spec.file_requests import SweepRequest
 from memsize.spec.sweep import Cell, grid_of, read_grid
@@ -28,11 +28,14 @@ from memsize.version import VERSION
 
 if TYPE_CHECKING:
     from memsize.analysis.runner import Runner
+    from memsize.device.gpu_estimate import Replays
     from memsize.records.trace import Trace
 
 
-_MOST_TRACES: Final = 8
-"""Traces of one task: its model is built once for them, and they are lost together when the machine goes down."""
+_MOST_TRACES: Final = 18
+"""Traces of one task: its model is built once for them, which layers repeat is found once, and they are lost together
+when the machine goes down.
+"""
 _SHARE: Final = 4
 """Tasks for each process at least, so that none waits long for the last."""
 _DISTRIBUTIONS: Final = {"hf": "transformers"}
@@ -163,7 +166,9 @@ def _code(target: str) -> str:
 
 
 def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: float | None) -> list[_Task]:
-    """Cells that share a trace together, and with them others of the same model, as it is built for its own step."""
+    """Cells that share a trace together, and with them others of the same model, as it is built for its own step, on
+    GPUs that run the same kernels: each kind of kernels needs a run of all layers.
+    """
     models: dict[str, dict[str, list[int]]] = {}
     for number, cell in cells.items():
         own = cell.training is not None and cell.training.is_own
@@ -175,7 +180,7 @@ def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: f
     most = _MOST_TRACES if processes == 1 else min(_MOST_TRACES, max(1, fair))
     tasks = []
     for traces in models.values():
-        groups = list(traces.values())
+        groups = sorted(traces.values(), key=lambda group: _card_of(cells[group[0]]).kernels)
         for start in range(0, len(groups), most):
             numbers = tuple(number for group in groups[start : start + most] for number in group)
             tasks.append(_Task(folder, tuple(cells[number] for number in numbers), numbers, timeout=timeout))
@@ -248,14 +253,24 @@ class _Shared:
         self._runners: dict[str, Runner] = {}
         self._latest: tuple[str, Runner, tuple[str, ...]] | None = None
         self._last: tuple[str, tuple[Trace, tuple[str, ...]] | MemsizeError] | None = None
+        self._replays: dict[AllocatorConfig, Replays] = {}
+        """Those of the last trace."""
 
     def row(self, cell: Cell, timeout: float | None) -> SweepRow:
         begun = time.perf_counter()
         try:
             trace, notes = self._trace(cell)
-            return _row(cell, trace, notes, seconds=time.perf_counter() - begun)
+            peak = self._peak(cell, trace)
+            return _row(cell, trace, peak, notes=notes, seconds=time.perf_counter() - begun)
         except (Exception, TimeLimitError) as error:
             return _failed_row(cell, _reason(error, timeout), time.perf_counter() - begun)
+
+    def _peak(self, cell: Cell, trace: Trace) -> GpuEstimate:
+        from memsize.device.gpu_estimate import Replays, estimate_gpu
+
+        config = AllocatorConfig.of(cell.settings.get("allocator"), cell.stack.release)
+        replays = self._replays.setdefault(config, Replays(config))
+        return estimate_gpu(trace, _card_of(cell), replays=replays)
 
     def _trace(self, cell: Cell) -> tuple[Trace, tuple[str, ...]]:
         from memsize.spec.scenario import scenario_named
@@ -263,6 +278,7 @@ class _Shared:
 
         key = repr(_trace_of(cell))
         if self._last is None or self._last[0] != key:
+            self._replays.clear()
             try:
                 runner, notes = self._runner(cell)
                 workload = steps_on(cell.training, cell.parallel, _card_of(cell))
@@ -298,14 +314,10 @@ class _Shared:
         return self._latest[1:]
 
 
-def _row(cell: Cell, trace: Trace, notes: tuple[str, ...], seconds: float) -> SweepRow:
-    from memsize.device.gpu_estimate import estimate_gpu
+def _row(cell: Cell, trace: Trace, peak: GpuEstimate, *, notes: tuple[str, ...], seconds: float) -> SweepRow:
     from memsize.records.aggregates import totals
 
-    where = _card_of(cell)
-    config = AllocatorConfig.of(cell.settings.get("allocator"), cell.stack.release)
-    peak, stored = estimate_gpu(trace, where, config=config), totals(trace)
-    short = peak.shortage
+    where, stored, short = _card_of(cell), totals(trace), peak.shortage
     return SweepRow(
         settings=cell.settings,
         outcome="fits" if short is None else "exceeds" if short.certain else "unsure",

@@ -22,19 +22,23 @@ _LISTED: Final = 20
 
 
 class Replays:
-    """The replays with one setting of the allocator, each distinct list of events once."""
+    """The replays with one setting of the allocator: of each distinct list of events one for all cards that serve it
+    alike.
+    """
 
     def __init__(self, config: AllocatorConfig | None = None, *, timeline: bool = False) -> None:
         self.config = config or AllocatorConfig()
         self._timeline = timeline
         self._replays: dict[object, BoundedReplay] = {}
+        self._of_events: dict[object, list[Replay]] = {}
 
     def of(self, trace: Trace, events: AllocationEvents, where: Card | None, *, lags: bool = False) -> BoundedReplay:
         """`events` of the trace, or of one like it, on a card (None: one whose memory never ends), whose streams have
         always done what they were given; with `lags` only when the program has waited for them.
         """
         optional, card = dispensable(trace), None if where is None else (where.bytes, _outside(trace, where))
-        key = events.digest, optional, card, lags
+        of_events = events.digest, optional, lags
+        key = of_events, card
         if key not in self._replays:
             how: Any = {"streams": events.streams, "emptied": events.emptied, "timeline": self._timeline}
             how["deferred"] = events.deferred if lags else None
@@ -42,7 +46,8 @@ class Replays:
                 unbounded = replay(events, self.config, **how)
                 self._replays[key] = BoundedReplay(unbounded, unbounded)
             else:
-                self._replays[key] = replay_within(events, self.config, *card, optional=optional, **how)
+                shared = self._of_events.setdefault(of_events, [])
+                self._replays[key] = replay_within(events, self.config, *card, optional=optional, shared=shared, **how)
         return self._replays[key]
 
 

@@ -107,6 +107,12 @@ class Replay:
         return _is_between(self.reserved.bytes, self.refused, capacity)
 
     @property
+    def last_change(self) -> int:
+        """The last event at which memory came from CUDA, went back, or was refused; -1 where none did."""
+        changes, failure = self.layout.allocator.memory.changes, self.out_of_memory
+        return max(changes[-1][0] if changes else -1, failure.event if failure else -1)
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments at the end, by address."""
         return self.layout.segments
@@ -382,17 +388,28 @@ def replay_within(
     emptied: Collection[int] = (),
     deferred: Mapping[int, int] | None = None,
     timeline: bool = False,
+    shared: list[Replay] | None = None,
 ) -> BoundedReplay:
     """Replay `events` on a card of `total` bytes, of which the CUDA context, and NCCL, take an amount in `outside`.
 
     Near the limit the two replays differ: the overhead decides when cached segments are given back, and a run that
-    gives some back reserves less. The other arguments are those of `replay`.
+    gives some back reserves less. `shared` are the replays on other cards, used again where they would be the same; new
+    ones are added. The other arguments are those of `replay`.
     """
     how: Any = {"streams": streams, "optional": optional, "emptied": emptied, "deferred": deferred}
     run = partial(replay, events, timeline=timeline, prefixes=Prefixes(), **how)
+    others = [] if shared is None else shared
+
+    def with_capacity(capacity: int | None) -> Replay:
+        equal = next((other for other in others if other.holds_with(capacity)), None)
+        if equal is None or config.depends_on_card:
+            unbounded = replace(config, memory_fraction=1.0)
+            equal = run(config=unbounded) if capacity is None else run(config=config, capacity=capacity, total=total)
+            others.append(equal)
+        return equal
 
     def beside(overhead: int) -> Replay:
-        return run(config=config, capacity=max(total - overhead, 0), total=total)
+        return with_capacity(max(total - overhead, 0))
 
     most = beside(outside.high)
     if most.refused is None:
@@ -402,5 +419,5 @@ def replay_within(
         return BoundedReplay(least, most if failure is None else least, failure)
     if failure is None:
         return BoundedReplay(most, most)
-    unbounded = run(config=replace(config, memory_fraction=1.0))
+    unbounded = with_capacity(None)
     return BoundedReplay(unbounded, unbounded, failure, certain=True)
