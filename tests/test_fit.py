@@ -265,6 +265,22 @@ def test_a_forecast_from_three_runs_is_exact_on_a_parabola(a: int, b: int, size:
     assert Forecast(runs).requested(size) == 1000 + a * size * size + b * size
 
 
+def test_a_forecast_replays_twice_as_far_as_memory_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two tensors of 2 and 3 times the size, then 500 of 1,000 B, which share one segment: it is the last, at event 2.
+    runs = [footprint(size, 2 * size, [3 * size, *[1000] * 500]) for size in (20 * MiB, 40 * MiB)]
+    for one in runs:
+        assert len(one.flow) > 500 and one.fits(300 * MiB) and one.last_change == 2
+    replayed = []
+
+    def counted(flow: Any, *arguments: Any) -> Any:
+        replayed.append(len(flow))
+        return replay_with_capacity(flow, *arguments)
+
+    monkeypatch.setattr("memsize.analysis.fit.footprint.replay_with_capacity", counted)
+    assert Forecast(runs).fits(59 * MiB, 300 * MiB) and not Forecast(runs).fits(60 * MiB, 300 * MiB)
+    assert replayed == [5, 5]
+
+
 class Eighths(Forecast):
     """What fits up to 4,000, and beyond that up to 9,000 at multiples of 8."""
 

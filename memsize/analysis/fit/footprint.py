@@ -117,6 +117,11 @@ class Footprint:
             self.replays[capacity] = equal or replay_with_capacity(self.flow, self.config, capacity, self._prefixes)
         return self.replays[capacity]
 
+    @property
+    def last_change(self) -> int | None:
+        """The last event at which a replay so far got memory from CUDA or gave some back; None without replays."""
+        return max((replay.last_change for replay in self.replays.values()), default=None)
+
     def fits(self, capacity: int) -> bool:
         """Whether the run ends well with `capacity` bytes for the allocator."""
         return self.reserved_within(capacity) is not None
@@ -222,6 +227,11 @@ class Forecast:
         self._signs = np.sign(self._flow.deltas.astype(np.float64))
         self._amounts = [np.abs(run.flow.deltas.astype(np.float64)) for run in self.runs]
         self._exponents = _exponents(runs[0], powers) if len(runs) == 1 else None
+        changes = [change for run in runs if (change := run.last_change) is not None]
+        self._decisive = 2 * max(changes) + 1 if changes else None
+        """How many events decide whether a size fits. Where memory stopped growing early in all runs, as it does in a
+        generation after the prompt, other sizes are replayed twice as far.
+        """
 
     def flow(self, size: int) -> AllocationEvents:
         """Return the events of `size` as the allocator takes them."""
@@ -233,8 +243,10 @@ class Forecast:
 
     def fits(self, size: int, capacity: int) -> bool:
         """Whether `size` would fit `capacity`."""
+        flow, decisive = self.flow(size), slice(self._decisive)
+        flow = replace(flow, storages=flow.storages[decisive], deltas=flow.deltas[decisive])
         try:
-            return replay_with_capacity(self.flow(size), self.config, capacity).out_of_memory is None
+            return replay_with_capacity(flow, self.config, capacity).out_of_memory is None
         except InputError:  # rounding broke a storage that is resized in place
             return False
 
