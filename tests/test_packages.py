@@ -767,3 +767,12 @@ print(module.__file__)
 """
     expected = tmp_path / "transformers" / "modeling_flash_attention_utils.py"
     assert Path(warm_python("-c", code).stdout.strip()).resolve() == expected
+
+
+def test_workers_of_ray_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("def init():\n    return 1\n")
+    script = tmp_path / "script.py"
+    script.write_text("import ray, torch\nassert ray.init() == 1\ntorch.empty(8, device='cuda')\n")
+    run = memsize.run(script, gpu="a100")
+    assert run.failure is None
+    assert any(note.startswith("Ray's workers are processes of their own") for note in run.trace.notes)

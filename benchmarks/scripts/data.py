@@ -10,6 +10,7 @@ import pickle
 import struct
 import tarfile
 import tempfile
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -283,6 +284,28 @@ def preset(id: str, folder: str = "") -> Maker:
         file(f"{folder or id}/config.json", json.dumps(dict(presets()[id].config)))(here)
 
     return make
+
+
+def zeros(folder: str) -> Maker:
+    """Zeros for the weights that the configuration in a folder describes, in bfloat16: holes of a file."""
+
+    def make(here: Path) -> None:
+        import torch
+        import transformers
+
+        from memsize.virtual.weight_files import file_tensors, write_shards
+
+        configuration = transformers.AutoConfig.from_pretrained(here / folder)
+        with torch.device("meta"):
+            built = transformers.AutoModelForCausalLM.from_config(configuration)
+        write_shards(here / folder, "model.safetensors", file_tensors(built, torch.bfloat16))
+
+    return make
+
+
+def byte_tokenizer(name: str) -> Maker:
+    """A tokenizer of bytes, as tiktoken reads that of Llama 3."""
+    return file(name, "".join(f"{b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)))
 
 
 def model(folder: str, auto: str, kind: str, **values: Any) -> Maker:

@@ -19,6 +19,13 @@ _LLAMA = (
     data.tokenizer("llama", chat=True),
 )
 _CHATS = (data.rows("chats/train.json", messages=data.chat), data.rows("chats/test.json", messages=data.chat))
+_TORCHTUNE = (
+    data.preset("meta-llama/Llama-3.2-1B", "llama"),
+    data.zeros("llama"),
+    data.byte_tokenizer("llama/tokenizer.model"),
+    data.rows("yahma/alpaca-cleaned/train.json", instruction=data.sentence, input="", output=data.sentence),
+)
+_TORCHTUNE_FOLDERS = "checkpointer.checkpoint_dir=llama tokenizer.path=llama/tokenizer.model output_dir=out"
 _PICTURES = data.pictures("images/train/a", count=16)
 _REWARD = """
 def length(completions, **_):
@@ -107,7 +114,7 @@ RECIPES = (
         "axolotl qlora",
         "axolotl-ai-cloud/axolotl",
         "examples",
-        "-m axolotl.cli.train llama-3/qlora-1b.yml",
+        "-m axolotl.cli.train llama-3/qlora-1b.yml --attn_implementation=sdpa",
         (
             data.preset("meta-llama/Llama-3.2-1B", "NousResearch/Llama-3.2-1B"),
             data.tokenizer("NousResearch/Llama-3.2-1B"),
@@ -117,6 +124,19 @@ RECIPES = (
         ),
         needs=("axolotl", "bitsandbytes", "peft", "trl"),
         environment={"AXOLOTL_DO_NOT_TRACK": "1"},
+    ),
+    *(
+        Recipe(
+            f"torchtune {name}",
+            "pytorch/torchtune",
+            ".",
+            f"recipes/{recipe}_finetune_single_device.py "
+            f"--config recipes/configs/llama3_2/1B_{name}_single_device.yaml {_TORCHTUNE_FOLDERS}",
+            _TORCHTUNE,
+            needs=("torchtune", "torchdata", "tiktoken", "bitsandbytes"),
+            options="--gpu 4090",
+        )
+        for name, recipe in (("lora", "lora"), ("qlora", "lora"), ("full", "full"))
     ),
     Recipe(
         "sentence-transformers cross_encoder",

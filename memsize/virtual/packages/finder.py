@@ -65,6 +65,10 @@ _FLASH: Final = "transformers.modeling_flash_attention_utils"
 """The module of transformers that imports flash_attn for a model that asks for it."""
 _TRL: Final = "trl.generation.vllm_generation"
 """The module of TRL that generates by vLLM for a trainer that asks for it."""
+_RAY: Final = (
+    "Ray's workers are processes of their own, which these figures leave out: "
+    "run the code of a worker, such as verl's actor, in a script"
+)
 
 _HUB_OF_TRANSFORMERS: Final = "transformers.integrations.hub_kernels"
 """The module of transformers that loads kernels of the Hub."""
@@ -114,6 +118,13 @@ class SimulatedPackages(MetaPathFinder):
                 yield module, "SamplingParams", vllm.SamplingParams
                 yield module, "LLM", self._noted_server
 
+        def workers(module: Any) -> Iterator[tuple[Any, str, Any]]:
+            def noted(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+                self._note(_RAY)
+                return original(*args, **options)
+
+            yield wrapping(module, "init", noted)
+
         def of_hub(module: Any) -> Iterator[tuple[Any, str, Any]]:
             yield wrapping(module, "get_kernel", self._hub_kernel)
             yield wrapping(module, "has_kernel", self._has_hub_kernel)
@@ -122,7 +133,13 @@ class SimulatedPackages(MetaPathFinder):
             if hasattr(module, "get_kernel_hub"):  # where `kernels` is installed
                 yield wrapping(module, "get_kernel_hub", self._hub_kernel)
 
-        return {_FLASH: installed, _TRL: serving, "kernels": of_hub, _HUB_OF_TRANSFORMERS: of_transformers}
+        return {
+            _FLASH: installed,
+            _TRL: serving,
+            "ray": workers,
+            "kernels": of_hub,
+            _HUB_OF_TRANSFORMERS: of_transformers,
+        }
 
     def _hub_kernel(self, original: Callable[..., Any], repo_id: str, *args: Any, **options: Any) -> Any:
         """Load a kernel of the Hub: the simulated one, where it is known."""
