@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import memsize
 from memsize import LayoutReport, layout
-from memsize.analysis.layout import format_of
 from memsize.cli import run
 from memsize.documents import document
 from memsize.documents.sections import Findings, Table, Verdict
@@ -100,6 +99,16 @@ def copies(report: LayoutReport) -> list[tuple[str, str, int]]:
 
 
 # Formats beside those of a real run
+
+
+def format_of(image: Tensor) -> str | None:
+    """The memory format by PyTorch's own checks."""
+    if image.dim() != 4:
+        return None
+    last = image.is_contiguous(memory_format=torch.channels_last)
+    if image.is_contiguous():
+        return "either" if last else "row-major"
+    return "channels last" if last else "other"
 
 
 def real_formats(model: nn.Module, x: Tensor) -> dict[str, list[str | None]]:
