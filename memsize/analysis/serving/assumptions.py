@@ -24,7 +24,7 @@ def assumptions(
         yield (
             f"{rules.name} takes an estimate of the CUDA graphs' memory off the cache, {low:.2f} to {high:.2f} GiB for "
             f"{captured.piecewise} piecewise and {captured.full} full graphs of up to {captured.largest:,} tokens: "
-            "less with newer drivers, nothing with --enforce-eager"
+            "none with --enforce-eager"
         )
     compiles = rules.profiles and rules.gate == "never"
     if compiles and row.paged is not None and row.paged.available.middle < 20 * _COMPILING:

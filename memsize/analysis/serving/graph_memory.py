@@ -21,8 +21,8 @@ _OF_LAYER: Final[dict[tuple[bool, GraphEstimate], Interval]] = {
     (True, "extrapolated"): Interval(0, 112 * KiB),
     (True, "measured"): Interval(0, 88 * KiB),
 }
-"""What the driver keeps of one layer in one graph, before Hopper (False) and since: the ends of 23 public logs, of 0.5
-to 31 B parameters on one GPU, whose memory of CUDA graphs is divided so after two pools. Drivers differ in it.
+"""What the driver keeps of one layer in one graph, before Hopper (False) and since: the ends of about twenty public
+logs, of 0.5 to 31 B parameters on one GPU, whose memory of CUDA graphs is divided so after two pools.
 """
 _SPLITS: Final = 32
 """FlashAttention 3 on Hopper divides a sequence into so many parts (`flash_attn_max_num_splits_for_cuda_graph`)."""
