@@ -369,6 +369,13 @@ def test_another_scenario_peaks_lowest_where_it_saves_more_than_a_thousandth(fp1
     assert brief.endswith(f" fp16 peaks lowest, at {fp16} B.") == told
 
 
+def test_scenarios_that_peak_as_low_are_all_named() -> None:
+    """On a GPU without bfloat16, amp-bf16 alone would be the wrong advice for 0.04 %."""
+    peaks = {"fp32": peak(10_000), "amp-fp16": peak(5_004), "amp-bf16": peak(5_000)}
+    brief = one(training.training_peak, Evidence(trace(), peaks=peaks)).in_brief("B")
+    assert brief.endswith(" amp-fp16 and amp-bf16 peak lowest, at 5,000 B.")
+
+
 def test_which_scenarios_peak_is_told() -> None:
     first, second, third = peak(1), peak(2), peak(3)
     told = [

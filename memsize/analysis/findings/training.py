@@ -92,13 +92,13 @@ def _peak(
     values: Mapping[str, object] = MappingProxyType({}),
     about: Moment | None = None,
 ) -> Finding:
-    """Say where `what` peaks in the first scenario, in which it peaks lowest, and what most of the peak is."""
+    """Say where `what` peaks in the first scenario, in which it peaks lowest (to 0.1 %), and what most of it is."""
     name = _first(peaks)
     assert name is not None
     peak = peaks[name]
-    best = min(peaks, key=lambda other: (peaks[other].requested, other != name))
-    least = peaks[best].requested
-    lowest = " {best} peaks lowest, at {least}." if (peak.requested - least) * 1000 > peak.requested else ""
+    least = min(other.requested for other in peaks.values())
+    best = tuple(name for name, other in peaks.items() if (other.requested - least) * 1000 <= peak.requested)
+    lowest = "" if name in best else f" {{best}} peak{'s' * (len(best) == 1)} lowest, at {{least}}."
     largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
     shares = ", ".join(f"{noun(role)} {{r{number}}}" for number, (role, _) in enumerate(largest))
     fits = "fits" if peak.shortage is None else "does not fit" if peak.shortage.certain else "may not fit"
