@@ -34,9 +34,19 @@ from memsize.records.finding import Finding, Severity
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.file_requests import CheckRequest
 from memsize.spec.options import values_of
-from memsize.spec.project import NAME, SECTION, CheckedTarget, Project, find_project, parse_section, read_project
+from memsize.spec.project import (
+    NAME,
+    SECTION,
+    CheckedTarget,
+    Project,
+    find_project,
+    parse_section,
+    read_project,
+    section_in,
+)
 from memsize.spec.requests import FitRequest, InitRequest, ReportRequest
 from memsize.spec.scenario import scenario_named
+from memsize.spec.section import parsed_toml
 from memsize.spec.stack import Gpu
 from memsize.units import UNITS
 
@@ -190,7 +200,7 @@ def init(request: InitRequest) -> tuple[Path, str]:
     """Append a section about a model to the nearest pyproject.toml, or to a new one in `folder`: the file, and what
     was added. The rest of the file stays as it is, byte for byte.
 
-    Raises `InputError` where the file is no TOML, and `OutputError` where it cannot hold the section.
+    Raises `InputError` where the file is not TOML, and `OutputError` where it cannot hold the section.
     """
     scenario = scenario_named(request.scenario).name
     if not isinstance(request.model.model, str):
@@ -210,15 +220,9 @@ def init(request: InitRequest) -> tuple[Path, str]:
         limits["inference_peak"] = _above(measured.peak("inference").allocated)
         if request.training is not None:
             limits["training_peak"] = _above(measured.peak("training").allocated)
-    try:
-        before = file.read_bytes().decode() if file.exists() else ""
-        tomllib.loads(before)
-    except ValueError as error:
-        raise InputError(f"{file} is not TOML: {error}") from None
-    tool = tomllib.loads(before).get("tool")
-    there = tool.get("memsize") if isinstance(tool, dict) else None
-    targets = there.get("target") if isinstance(there, dict) else None
-    names = {str(target.get("name", target.get("target"))) for target in targets or () if isinstance(target, dict)}
+    before, data = parsed_toml(file) if file.exists() else ("", {})
+    targets = section_in(data).get("target") or ()
+    names = {str(target.get("name", target.get("target"))) for target in targets if isinstance(target, dict)}
     section = _section(request, limits, file, names)
     parse_section(tomllib.loads(section)["tool"]["memsize"]["target"][0])
     newline = "\r\n" if "\r\n" in before else "\n"

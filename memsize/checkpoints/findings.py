@@ -75,7 +75,8 @@ def fits_the_model(inspection: Inspection) -> Iterator[Finding]:
         values["all"] = match.matching + sum(counts.values()) - counts["unexpected"]
         values["problems"] = ", ".join(_counted(count, problem) for problem, count in counts.items() if count)
         names = tuple(difference.name for difference in match.differences)
-        text = "{matching} of the {all} tensors of {model} match; {problems}."
+        verb = "matches" if match.matching == 1 else "match"
+        text = f"{{matching}} of the {{all}} tensors of {{model}} {verb}; {{problems}}."
         yield Finding("model-differs", text, values, layers=names, brief=text)
     if match.left_out:
         text = "The file leaves out {names}, which the model ties to other tensors of the file."

@@ -150,7 +150,7 @@ def find_project(start: Path) -> Path:
     if not start.is_dir():
         raise InputError(f"no such file or folder: {start}")
     for folder in (start.absolute(), *start.absolute().parents):
-        if (folder / NAME).is_file() and _section(parsed_toml(folder / NAME)[1]):
+        if (folder / NAME).is_file() and section_in(parsed_toml(folder / NAME)[1]):
             return folder / NAME
     raise InputError(f"no {NAME} here or above has a {SECTION}: memsize init TARGET writes one")
 
@@ -160,7 +160,7 @@ def usual_gpu() -> str | None:
     if named := os.environ.get("MEMSIZE_GPU"):
         return named
     try:
-        gpu = _section(parsed_toml(find_project(Path()))[1]).get("gpu")
+        gpu = section_in(parsed_toml(find_project(Path()))[1]).get("gpu")
     except (InputError, OSError):  # most folders belong to no such project
         return None
     return gpu if isinstance(gpu, str) else None
@@ -178,7 +178,7 @@ def usual_values(request: type, keys: Collection[str]) -> dict[str, Any]:
 def read_project(file: Path) -> Project:
     """The sections of `file`; raises `InputError`, naming the line, for what cannot be meant."""
     text, data = parsed_toml(file)
-    section = _section(data)
+    section = section_in(data)
     refuse_unknown(
         "key", section, ("target", "gpu", "select", "ignore", "severity"), where=f"{file.name}: [tool.memsize]"
     )
@@ -209,7 +209,8 @@ def read_project(file: Path) -> Project:
     return Project(file, tuple(targets), select, ignore=ignore, severity=severities)
 
 
-def _section(data: Mapping[str, Any]) -> dict[str, Any]:
+def section_in(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The section of memsize in the data of a pyproject.toml; empty where there is none."""
     tool = data.get("tool")
     section = tool.get("memsize") if isinstance(tool, dict) else None
     return section if isinstance(section, dict) else {}
