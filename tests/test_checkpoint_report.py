@@ -606,7 +606,7 @@ def test_against_a_target(checkpoint: Path, capsys: pytest.CaptureFixture[str]) 
     assert "building" not in out and err == "building\n"
     assert run(["checkpoint", "a.pt", "--against", "nets.py:Net", "--arg", "width=5"]) == 0
     out = capsys.readouterr().out
-    assert "1 of the 8 tensors of nets.py:Net match; 7 differ in shape." in out
+    assert "1 of the 8 tensors of nets.py:Net matches; 7 differ in shape." in out
     assert "float32[5,4]" in out
 
 

@@ -359,7 +359,10 @@ def _notes(
     yield from (note for budget in budgets for note in budget.notes)
     yield from runs.notes
     if not runs.resizable:
-        yield "the inputs do not agree on a batch dimension, so that only the batch they have was looked at"
+        yield (
+            "the inputs do not agree on a batch dimension, so only the batch that they have was tried: a function for "
+            "--inputs with a parameter called batch_size makes others"
+        )
     searched = [row for row in rows if row.status not in ("unavailable", "fits", "exceeds")]
     if searched:
         most = max(len(row.looked) for row in searched)
