@@ -256,7 +256,13 @@ class Forecast:
         The bytes that tensors request give an upper limit. Below it sizes are replayed: all where that is quick, else a
         few, and then the edge is found by bisection around a guess.
         """
+        size = self._largest(capacity, most, step, least)
+        if self._decisive is not None and size > least:
+            self._decisive = None  # What is short of memory early stays so; what fits has to do so to the end.
+            return size if self.fits(size, capacity) else self._largest(capacity, most, step, least)
+        return size
 
+    def _largest(self, capacity: int, most: int, step: int, least: int) -> int:
         @cache
         def fits(multiple: int) -> bool:
             return self.fits(multiple * step, capacity)
