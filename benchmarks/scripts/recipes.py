@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.scripts import data, diffusion, fine_tuning, research
+from benchmarks.scripts import compiled, data, diffusion, fine_tuning, research
 from benchmarks.scripts.data import Maker
 from benchmarks.scripts.recipe import Recipe
 
@@ -317,4 +317,5 @@ RECIPES = (
     *fine_tuning.RECIPES,
     *diffusion.RECIPES,
     *research.RECIPES,
+    *compiled.RECIPES,
 )
