@@ -131,16 +131,14 @@ class Float8Tensor(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, operands: Operands) -> Float8Tensor:
-        tensor: Float8Tensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, dtype=like.dtype, device=like.device
-        )
+        tensor: Float8Tensor = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         tensor.operands = operands
         return tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return cls(args[0], args[0].operands)
         if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
