@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import torch
 import torch._dynamo as dynamo
-from torch import _ops
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.convert_frame import CatchErrorsWrapper
@@ -65,9 +64,8 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         wrapping(CheckFunctionManager, "__init__", _guarding),
         wrapping(DDPOptimizer, "compile_fn", _divided),
         wrapping(FakeTensorMode, "__init__", _accepting),
-        wrapping(_ops, "_compute_keyset", _without_key),
         wrapping(FakeTensorMode, "dispatch", _on_stand_ins),
-        wrapping(torch._ops, "_compute_keyset", _beneath_semantics),
+        wrapping(torch._ops, "_compute_keyset", _beneath_kernels),
         (TensorVariable, "specialize", staticmethod(calling(_specialized, TensorVariable.specialize))),
         wrapping(UnspecializedNNModuleVariable, "call_function", _inlined),
         wrapping(torch._TorchCompileInductorWrapper, "__call__", _compiled, compiler),
@@ -183,9 +181,11 @@ def _specialized(original: Callable[..., dict[str, Any]], value: torch.Tensor) -
     return facts
 
 
-def _without_key(original: Callable[..., Any], args: Any, kwargs: Any, keys: Any) -> Any:
-    """The dispatch keys of a higher-order operator, such as `torch.cond`, without ours, which what it calls has."""
-    return original(args, kwargs, keys.remove(KEY))
+def _beneath_kernels(original: Callable[..., Any], *args: Any) -> Any:
+    """The dispatch keys of a call of an operator on functions (`torch.cond`, FlexAttention's), which has no kernel of
+    ours: what it calls has.
+    """
+    return original(*args).remove(KEY)
 
 
 def _inlined(original: Callable[..., Any], variable: Any, *args: Any) -> Any:
@@ -202,11 +202,6 @@ def _on_stand_ins(
     if kwargs and part and part.is_tracing and named_gpu(kwargs.get("device")):
         kwargs = {**kwargs, "device": META}
     return original(mode, func, types, args, kwargs)
-
-
-def _beneath_semantics(original: Callable[..., Any], *args: Any) -> Any:
-    """The dispatch keys of a call of an operator on functions (FlexAttention's), which has no kernels of ours."""
-    return original(*args).remove(KEY)
 
 
 def _collected(function: Callable[..., Any]) -> Callable[..., Any]:
