@@ -120,7 +120,8 @@ class PlannedWrapper(PythonWrapperCodegen):
 
     def writeline(self, line: Any) -> None:
         """How often a `while_loop` runs depends on data: here twice, after which it takes no more."""
-        super().writeline("for _ in range(2):" if line in ("while should_loop:", "while True:") else line)
+        wrapper: Any = super()
+        wrapper.writeline("for _ in range(2):" if line in ("while should_loop:", "while True:") else line)
 
     def make_buffer_allocation(self, buffer: Any) -> str:
         return f"{_here(buffer)}; {super().make_buffer_allocation(buffer)}"
