@@ -30,7 +30,7 @@ COMMANDS = {
     "timeline": f"timeline {TOY} --train adamw",
     "fit": f"fit {TOY} --train adamw --gpu t4 --batch-size 512 --scenario fp32",
     "generate": "generate hf:gpt2 --prompt 512 --max-new-tokens 256 --batch-size 1,16 --scenario fp16 --gpu t4",
-    "serve": "serve hf:qwen3 --arg dtype=bfloat16 --gpu h100 --context 8192 --scenario as-given,fp8-weight",
+    "serve": "serve hf:qwen3 --arg dtype=bfloat16 --gpu h100 --max-model-len 8192 --scenario as-given,fp8-weight",
     "layout": "layout benchmarks/resnet.py:ResNet50 --input 3,224,224",
     "diff": "diff timm:resnet18 timm:resnet34",
 }
