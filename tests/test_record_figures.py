@@ -447,7 +447,7 @@ def test_a_verification_lists_every_run_and_every_difference() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "expected schema 'memsize.measurement/1', found 'list'"),
         (json.dumps({"schema": "memsize.measurement/2"}), "found 'memsize.measurement/2'"),
         (json.dumps({"schema": "memsize.measurement/1"}), "not a memsize measurement"),

@@ -367,8 +367,8 @@ def test_the_first_fsdp_gathers_ahead_as_far_as_it_is_let(sharded: dict[bool, me
     assert "record_stream" in str(sharded[True])
 
 
-def test_the_record_comes_back_from_a_file(sharded: dict[bool, memsize.StepTrace]) -> None:
+def test_the_record_comes_back_from_a_file(sharded: dict[bool, memsize.StepTrace], tmp_path: Path) -> None:
     trace: Trace = sharded[True].trace
     assert trace.deferred
-    again = memsize.StepTrace.from_json(sharded[True].to_json()).trace
-    assert again.deferred == trace.deferred
+    sharded[True].save(tmp_path / "run.memsize")
+    assert memsize.load(tmp_path / "run.memsize").trace.deferred == trace.deferred

@@ -205,7 +205,7 @@ class Runner(ModelSetups):
                 listener(calls)
 
         setup = replace(setup, listener=listen)
-        if not (request.scenario.name in self.skipped_layers or self.late or before_scenario):
+        if not (request.scenario.name in self.skipped_layers or self.late or request.edits):  # which may freeze layers
             setup = replace(setup, stored=partial(self._stored_tensors, storage_key(request.scenario)))
         if self._shows_counting(request):
             numbers = numbers_of(setup.model)
