@@ -21,6 +21,7 @@ TRAINING = """
 import sys, torch
 from transformers import AutoModelForSequenceClassification
 model = AutoModelForSequenceClassification.from_pretrained({source}, num_labels=5{options}).cuda()
+assert model.name_or_path == model.config._name_or_path == {name!r}  # by which trainers look for the tokenizer
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(3):
     optimizer.zero_grad()
@@ -61,8 +62,9 @@ def test_what_stands_for_weights_takes_what_they_take(
     (snapshot / "config.json").write_bytes((weights / "config.json").read_bytes())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    there = ran(tmp_path, TRAINING.format(source=repr(str(weights)), options=options))
-    stood_in = ran(tmp_path, TRAINING.format(source=f"'nobody/tiny', cache_dir={str(cache)!r}", options=options))
+    there = ran(tmp_path, TRAINING.format(source=repr(str(weights)), options=options, name=str(weights)))
+    source = f"'nobody/tiny', cache_dir={str(cache)!r}"
+    stood_in = ran(tmp_path, TRAINING.format(source=source, options=options, name="nobody/tiny"))
     if "device_map" in options:  # several threads read weights to the GPU, in an order of their own
         sizes = [sorted(storage.bytes for storage in run.trace.storages) for run in (stood_in, there)]
         assert sizes[0] == sizes[1] and stood_in.peak.requested == there.peak.requested
@@ -227,6 +229,7 @@ from diffusers import DDPMPipeline
 pipeline = DDPMPipeline.from_pretrained({folder!r}, dtype=torch.float16).to("cuda")
 pipeline(batch_size=2, num_inference_steps=2)
 print(json.dumps([torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]))
+assert pipeline.unet.config._name_or_path == {folder!r} + "/unet"
 """
     pipeline.save_pretrained(tmp_path / "pipeline")
     runs = []

@@ -96,7 +96,10 @@ class HubWeights:
             tensors = file_tensors(cls(config), dtype, quantization)
         folder = self._folder_of(name, tensors, _FILES[0])
         config.save_pretrained(folder)
-        return original(cls, folder, **{key: value for key, value in options.items() if key not in _PLACE})
+        loaded = original(cls, folder, **{key: value for key, value in options.items() if key not in _PLACE})
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.name_or_path = model.config.name_or_path = os.fspath(name)  # by which trainers look for the tokenizer
+        return loaded
 
     def _from_diffusers(self, original: Callable[..., Any], cls: Any, name: Any, **options: Any) -> Any:
         is_named = isinstance(name, (str, os.PathLike))
@@ -112,7 +115,9 @@ class HubWeights:
             tensors = file_tensors(model, dtype if isinstance(dtype, torch.dtype) else torch.float32)
         folder = self._folder_of(name, tensors, _FILES_OF_DIFFUSERS[0])
         model.save_config(folder)
-        return original(cls, folder, **{key: value for key, value in options.items() if key not in _PLACE})
+        loaded = original(cls, folder, **{key: value for key, value in options.items() if key not in _PLACE})
+        (loaded[0] if isinstance(loaded, tuple) else loaded).register_to_config(_name_or_path=os.fspath(name))
+        return loaded
 
     def _load_mamba(
         self, original: Callable[..., Any], name: str, device: Any = None, dtype: torch.dtype | None = None

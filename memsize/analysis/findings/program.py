@@ -213,6 +213,8 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
     ranks = {child.rank for child in run.gpu_children if child.rank is not None}
     if largest.rank is not None:
         template += " (rank {rank}). To see each rank, run its script: memsize run --gpus {ranks} --rank all"
+    elif not run.trace.events:
+        template += ". To see all of it, give that script to memsize run"
     values: dict[str, object] = {"count": len(run.gpu_children), "ranks": len(ranks)}
     values |= sizes(low=largest.low, high=largest.high, total=run.card.bytes)
     values |= {"command": largest.command, "rank": largest.rank}
