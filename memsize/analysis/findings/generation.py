@@ -227,10 +227,11 @@ def _what_is_too_long(evidence: Served) -> Iterator[Finding]:
     paged = row.paged
     missing = (paged.request_blocks - paged.blocks.low) * paged.block_bytes
     values: dict[str, object] = {"scenario": row.scenario, "context": serving.context, "missing": Bytes(missing)}
-    text = "Under {scenario} the cache may be up to {missing} too small for one request of {context} tokens"
-    if paged.concurrency.high < 1:
-        text = "Under {scenario} the cache is up to {missing} too small for one request of {context} tokens"
-    text += ", without which vLLM does not start: lower max_model_len." if serving.rules.server == "vLLM" else "."
+    is_short, is_vllm = paged.concurrency.high < 1, serving.rules.server == "vLLM"
+    text = f"Under {{scenario}} the cache {'is' if is_short else 'may be'} up to {{missing}} too small for one request "
+    text += "of {context} tokens"
+    text += ", without which vLLM does not start" if is_vllm and not is_short else ""  # the verdict says so
+    text += ": lower max_model_len." if is_vllm else "."
     if paged.longest is not None:
         values |= {"longest": paged.longest.low or paged.longest.high}
         fits = "Requests of up to {longest} tokens fit."
