@@ -291,7 +291,7 @@ def test_every_option_is_documented() -> None:
         command = cli.memsize.get_command(context, name)
         assert command is not None
         page = agents.PAGES.get(name, name)
-        text = text_of(DOCS / f"{page}.md")
+        text = "\n".join(map(text_of, sorted(DOCS.glob(f"{page}[._]*"))))
         assert f"`memsize {name}`" in text and f"`memsize {name}`" in text_of(README)
         for option in (parameter for parameter in command.params if isinstance(parameter, click.Option)):
             known |= {*option.opts, *option.secondary_opts}
@@ -313,7 +313,7 @@ def test_every_finding_is_documented() -> None:
         *program.RULES.codes,
         *sentences.codes("analysis/findings/after_steps"),
     ]
-    assert quoted(rows("run.md", "Several GPUs"), 0) == [*program.RANK_RULES.codes]
+    assert quoted(rows("run_gpus.md", "Findings"), 0) == [*program.RANK_RULES.codes]
     assert quoted(rows("explain.md", "Findings"), 0) == sentences.codes("analysis/explain/explanation")
     page = text_of(DOCS / "findings.md")
     # A page that says "in this order" means it.
