@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from memsize.processes.simulation import running
 from memsize.virtual.packages.flash_attn import flash_attn_func, flash_attn_varlen_func
 from memsize.virtual.packages.float8 import (
     DelayedScaling,
@@ -34,30 +34,42 @@ from memsize.virtual.packages.float8 import (
 )
 from memsize.virtual.packages.float8_products import LinearProduct, NormProduct, NormProducts
 
-_recipe: ContextVar[Recipe | None] = ContextVar("recipe", default=None)
-_recipe_of_weights: ContextVar[Recipe | None] = ContextVar("recipe of weights", default=None)
 _GATED: Final = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
+
+
+class _Recipes(NamedTuple):
+    """The recipes in force: of products, and of the weights of new layers; None is 16 bits."""
+
+    products: Recipe | None = None
+    weights: Recipe | None = None
+
+
+@contextmanager
+def _changed(**recipes: Recipe | None) -> Iterator[None]:
+    simulation = running()
+    assert simulation is not None, "this package is there in simulations alone"
+    with simulation.with_part(_Recipes, _recipes()._replace(**recipes)):
+        yield
+
+
+def _recipes() -> _Recipes:
+    simulation = running()
+    return (simulation and simulation.get(_Recipes)) or _Recipes()
 
 
 @contextmanager
 def autocast(enabled: bool = True, *_: Any, recipe: Recipe | None = None, **options: Any) -> Iterator[None]:
     """While open, layers multiply in float8 by `recipe`, `fp8_recipe` of old."""
     recipe = recipe or options.get("fp8_recipe") or default_recipe()
-    token = _recipe.set(recipe if enabled else None)
-    try:
+    with _changed(products=recipe if enabled else None):
         yield
-    finally:
-        _recipe.reset(token)
 
 
 @contextmanager
 def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, **_: Any) -> Iterator[None]:
     """While open, the weights of new layers are in float8 by `recipe`, and nowhere else."""
-    token = _recipe_of_weights.set((recipe or default_recipe()) if enabled else None)
-    try:
+    with _changed(weights=(recipe or default_recipe()) if enabled else None):
         yield
-    finally:
-        _recipe_of_weights.reset(token)
 
 
 class _Layer(nn.Module):
@@ -73,7 +85,7 @@ class _Layer(nn.Module):
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """A new parameter; a matrix may be one in float8."""
-        tensor, recipe = torch.empty(shape, **self._options), _recipe_of_weights.get()
+        tensor, recipe = torch.empty(shape, **self._options), _recipes().weights
         if recipe is not None and len(shape) == 2:
             numerics = Numerics(tensor.dtype, recipe)
             operands = numerics.operands(tensor, columns=torch.is_grad_enabled(), is_weight=True)
@@ -89,14 +101,14 @@ class _Layer(nn.Module):
                     "Data types for parameters must match when outside of autocasted region. "
                     f"Found input dtype: {x.dtype} and {name!r} dtype: {parameter.dtype}"
                 )
-        recipe = _recipe.get()
+        recipe = _recipes().products
         if isinstance(recipe, DelayedScaling) and not self._histories:
             self._histories = recipe.histories(self.products, x.device)
         return Numerics(dtype, recipe)
 
     def weights_of(self, is_first_microbatch: bool | None) -> list[Any] | None:
         """The float8 weights that micro-batches share, one list for each product; None: they share none."""
-        if is_first_microbatch is None or _recipe.get() is None:
+        if is_first_microbatch is None or _recipes().products is None:
             return None
         if is_first_microbatch or not self._weights:
             self._weights = [[] for _ in range(self.products)]
