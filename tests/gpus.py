@@ -30,8 +30,7 @@ from memsize.device.cuda_libraries import (
     keeps_cublaslt_workspace as keeps_cublaslt_workspace,
     torch_release as torch_release,
 )
-from memsize.device.gpu_estimate import Replays as Replays, estimate_gpu as estimate_gpu
-from memsize.device.phase_peaks import phase_peaks as phase_peaks
+from memsize.device.gpu_estimate import Replays as Replays, estimate_gpu as estimate_gpu, phase_peaks as phase_peaks
 from memsize.device.replay import (
     OMITTED as OMITTED,
     BoundedReplay as BoundedReplay,

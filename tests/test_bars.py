@@ -11,8 +11,7 @@ from hypothesis import given, strategies as st
 from rich.text import Text
 
 from memsize.documents.sections import Bar, Bars, Limit, Part
-from memsize.render import bars as drawing
-from memsize.render.screen import painted
+from memsize.render import bars as drawing, painted
 from memsize.units import AUTO, GiB, MiB
 from tests.records import ROLES, Label
 

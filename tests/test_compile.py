@@ -403,8 +403,7 @@ def allocated_by(call: Any, args: list[Any]) -> int:
 
 def predicted_for(source: str, args: list[Any]) -> int:
     """The same of the code that Inductor wrote for the CPU, run without its kernels on tensors without memory."""
-    from memsize.compile.generated import loaded
-    from memsize.compile.origins import Origins
+    from memsize.compile.generated import Origins, loaded
 
     ledger = Ledger()
     call, _ = loaded(source, Origins(), dict.fromkeys(_KERNEL.findall(source), lambda *_: None), None)

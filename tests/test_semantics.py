@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memsize.cuda.attention_backend import Attention, choose_backend
-from memsize.kernels.efficient_attention import accumulators
+from memsize.kernels.attention import accumulators
 from memsize.kernels.semantics import current
-from memsize.torch_internals.dispatch_key import KEY, suspended
+from memsize.torch_internals.meta import KEY, suspended
 from tests.conftest import Python
 from tests.kernels import autocast_region, cuda_semantics, kernel_temporaries
 from tests.models import Ledger

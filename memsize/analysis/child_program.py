@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from memsize.errors import InputError, in_one_line
-from memsize.processes.import_hook import Execute, ImportHook
+from memsize.processes.patches import Execute, ImportHook
 from memsize.records.world import World
 from memsize.virtual.guards.child_processes import NO_GPU_USE, ChildProcesses, Settings, is_launcher
 from memsize.virtual.guards.file_guard import FileGuard, NetworkGuard

@@ -18,8 +18,7 @@ from memsize.analysis.findings.unfinished_runs import interrupted
 from memsize.analysis.model_setups import is_float32, own_autocast
 from memsize.analysis.runner import Runner
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.gpu_estimate import Replays, estimate_gpu
-from memsize.device.phase_peaks import phase_peaks
+from memsize.device.gpu_estimate import Replays, estimate_gpu, phase_peaks
 from memsize.errors import ForwardError, InputError, ScenarioError, exits_caught
 from memsize.loading.building import wanted_inputs
 from memsize.model.experts import active_parameters

@@ -107,8 +107,8 @@ def _run_alone(
     from memsize.analysis.fit.script_search import UnboundedScript
     from memsize.analysis.fit.whole_step import with_whole_steps
     from memsize.analysis.program import run_program
+    from memsize.virtual.program_code import whole_number_defaults
     from memsize.virtual.saved_weights import Files
-    from memsize.virtual.script_arguments import whole_number_defaults
 
     path, arguments, started = os.fspath(request.script), tuple(map(str, request.arguments)), time.monotonic()
     files, module = Files(settings.allowed), request.module

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_args
 
-from memsize.records.schema import Index, Size
+from memsize.records.codec import Index, Size
 from memsize.records.trace import TensorSpec
 
 Use = Literal["tensors", "padding", "metadata", "pickle", "headers", "other", "unclaimed"]

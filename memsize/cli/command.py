@@ -1,16 +1,27 @@
-"""A command: the options of a request, one call of the API with it, and one answer that is drawn."""
+"""A command: the options of a request, one call of the API with it, and one answer that is drawn, with the
+commands that answer an agent's next question."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
-from memsize.cli.click_options import Count, PathType, RequestCommand, RequestOption, is_given, parameters, request_of
-from memsize.cli.next_commands import next_commands
+from memsize.cli.click_options import (
+    MANY,
+    Count,
+    PathType,
+    RequestCommand,
+    RequestOption,
+    arguments_of,
+    is_given,
+    parameters,
+    request_of,
+)
 from memsize.cli.output import Color, Destination, Formats, destination
 from memsize.cli.working import Session, working
 from memsize.errors import InputError
@@ -176,3 +187,36 @@ def _output_options(formats: Formats, command: str) -> tuple[click.Option, ...]:
             help="When to use colors. [default: on a terminal, unless NO_COLOR is set]",
         ),
     )
+
+
+_QUESTIONS = {
+    "report": {"fit": "the largest batch that fits a GPU", "timeline": "what is alive at each moment"},
+    "timeline": {"fit": "the largest batch that fits a GPU", "report": "each layer"},
+    "fit": {"timeline": "what is alive at each moment", "report": "each layer"},
+    "generate": {"serve": "how many sequences a server has room for"},
+    "serve": {"generate": "one generation, token by token"},
+}
+"""What other commands answer about the model that a command was asked about."""
+
+
+def next_commands() -> Iterator[str]:
+    """The lines, for an agent, with the commands that answer the next question, with the options that were given."""
+    context = click.get_current_context()
+    assert isinstance(context.command, RequestCommand)
+    group = context.parent and context.parent.command
+    own = {choice.flag: key for key, choice in options_of(context.command.request).items() if not choice.positional}
+    title = "Next\n"
+    for name, question in _QUESTIONS.get(str(context.command.name), {}).items():
+        following = group.get_command(context, name) if isinstance(group, click.Group) else None
+        if not isinstance(following, RequestCommand):
+            continue
+        texts: list[str] = []
+        for key, choice in options_of(following.request).items():
+            key = own.get(choice.flag, key)
+            if choice.written and key in context.params and (choice.positional or is_given(key)):
+                value = context.params[key]
+                if isinstance(value, tuple) and choice.kind not in MANY:  # such as GPUs, where this takes one
+                    value = str(value[0]).partition(",")[0]
+                texts += arguments_of(choice, value)
+        yield f"{title}  {shlex.join(('memsize', name, *texts))}  # {question}\n"
+        title = ""

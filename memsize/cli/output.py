@@ -17,8 +17,7 @@ from memsize.errors import OutputError, UnknownOutputError, suggestion
 from memsize.interrupt import Interrupted
 from memsize.records.answer import Renderable, Saveable
 from memsize.records.run_file import check_writable
-from memsize.render import FORMATS, IMAGES, check_images, format_of, image, pieces
-from memsize.render.screen import Screen
+from memsize.render import FORMATS, IMAGES, Screen, check_images, format_of, image, pieces
 from memsize.units import AUTO, DECIMAL, UNITS
 
 

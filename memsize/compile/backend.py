@@ -4,7 +4,8 @@ Dynamo's graphs are of `meta` tensors. They are traced with fakes on the CPU, on
 partitioner makes of them is moved to CUDA and lowered by Inductor.
 
 Source: torch/_inductor/compile_fx.py (`compile_fx`, `compile_fx_inner`), torch/_dynamo/backends/debugging.py
-(`aot_eager`), torch/_dynamo/backends/cudagraphs.py.
+(`aot_eager`), torch/_dynamo/backends/cudagraphs.py. Of decompositions: torch/_refs/__init__.py (`native_layer_norm`),
+torch/_decomp/decompositions.py (`native_batch_norm_helper`), torch/_inductor/decomposition.py (`mm`, `addmm`, `bmm`).
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from operator import attrgetter
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut
 from torch._inductor import compile_fx, config
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter
 
 from memsize.compile.autotuning import LEAST_MULTIPROCESSORS, most_measured
 from memsize.compile.cuda_graphs import CudaGraphs
-from memsize.compile.decompositions import cuda_decompositions
-from memsize.compile.devices import CPU, CUDA, META, Move
+from memsize.compile.devices import CPU, CUDA, META, GpuProperties, Move
 from memsize.compile.generated import running_ledger
 from memsize.compile.gpu import planning
-from memsize.compile.gpu_properties import GpuProperties
 from memsize.kernels.attention import flex_attention
 from memsize.kernels.semantics import current, switched_on
 from memsize.processes.patches import Patches, assigned, wrapping
 from memsize.records.aggregates import live_bytes
-from memsize.torch_internals.dispatch_key import suspended
+from memsize.torch_internals.meta import suspended
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.overrides import compilation
 from memsize.units import format_bytes
@@ -224,3 +225,49 @@ _TUNING: Final = ("max_autotune", "max_autotune_gemm")
 """Inductor's options by which it measures products."""
 _ON_GPU: Final = (*_TUNING, "max_autotune_pointwise", "coordinate_descent_tuning")
 """The options that run something on a GPU, and are left out."""
+
+
+_aten = torch.ops.aten
+
+
+def cuda_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions as they are on CUDA, for graphs that are traced with fakes on the CPU.
+
+    Norms keep their statistics in the input's dtype on the CPU, and in float32 on CUDA; products with a row or column
+    of one element become sums on the CPU, and outer products on CUDA.
+    """
+    table = dict(select_decomp_table())
+    table.update({norm: partial(_in_float32, table[norm]) for norm in _NORMS if norm in table})
+    table.update({_aten.mm.default: _mm, _aten.addmm.default: _addmm})
+    table.pop(_aten.bmm.default, None)
+    return table
+
+
+_NORMS: Final = (
+    _aten.native_layer_norm.default,
+    _aten.native_batch_norm.default,
+    _aten._native_batch_norm_legit.default,
+    _aten._native_batch_norm_legit.no_stats,
+    _aten._native_batch_norm_legit_functional.default,
+)
+
+
+def _in_float32(norm: Callable[..., Any], tensor: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """A norm computes in float32 in any case."""
+    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    result, *statistics = norm(tensor.to(wide), *args)
+    return (result.to(tensor.dtype), *statistics)
+
+
+def _is_outer(one: Tensor, other: Tensor) -> bool:
+    return bool(one.shape[-1] == 1 and one.shape[0] != 1 and other.shape[1] != 1)
+
+
+def _mm(one: Tensor, other: Tensor, out_dtype: torch.dtype | None = None) -> Any:
+    return one * other if out_dtype is None and _is_outer(one, other) else NotImplemented
+
+
+def _addmm(start: Tensor, one: Tensor, other: Tensor, out_dtype: Any = None, beta: Any = 1, alpha: Any = 1) -> Any:
+    if out_dtype is not None or not _is_outer(one, other):
+        return NotImplemented
+    return alpha * (one * other) + beta * start

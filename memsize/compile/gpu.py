@@ -4,7 +4,10 @@ Inductor decides by the properties of the device how reductions are split and wh
 scheduler and wrapper run unchanged; only the bodies of kernels, which need Triton and take no memory, are not written.
 
 Source: torch/_inductor/codegen/common.py (`register_backend_for_device`), codegen/simd.py (`codegen_node_schedule`),
-codegen/triton.py (`TritonKernel.call_kernel`), codegen/wrapper.py, torch/_dynamo/device_interface.py.
+codegen/triton.py (`TritonKernel.call_kernel`), codegen/wrapper.py, torch/_dynamo/device_interface.py. Of products that
+are padded: fx_passes/pad_mm.py (`can_pad`, `is_mm_compute_bound`, `should_pad`). Of switches: torch/_inductor/config.py
+and torch/_functorch/config.py of PyTorch 2.4 to 2.14. Of methods that need a driver: torch/csrc/autograd/
+python_variable_indexing.cpp (`THPVariable_getitem`), tools/autograd/templates/python_variable_methods.cpp.
 """
 
 from __future__ import annotations
@@ -19,26 +22,25 @@ import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.scheduler as inductor_scheduler
 from torch._dynamo import device_interface
-from torch._functorch import partitioners
-from torch._inductor import ir
+from torch._functorch import config as functorch, partitioners
+from torch._inductor import config as inductor, ir, utils
 from torch._inductor.codecache import CacheBase
 from torch._inductor.codegen import common
 from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
+from torch._inductor.fx_passes import pad_mm
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 
-from memsize.compile.bindings import without_driver
 from memsize.compile.cuda_graphs import CudaGraphs
-from memsize.compile.gpu_properties import GpuProperties
-from memsize.compile.origins import Origins
-from memsize.compile.padding import padding
-from memsize.compile.releases import switches_of
+from memsize.compile.devices import GpuProperties
+from memsize.compile.generated import Origins
 from memsize.kernels.semantics import current
-from memsize.processes.patches import Patch, Patches
+from memsize.processes.patches import Patch, Patches, calling
+from memsize.spec.stack import Release
 
 
 def _interface(properties: GpuProperties) -> type[device_interface.CudaInterface]:
@@ -210,3 +212,100 @@ def _unloaded(graph: GraphLowering, lowered: Callable[[GraphLowering], None]) ->
     constants = {**graph.constants, **graph.torchbind_constants}
     call, runner = loaded(code.value, Origins.of(graph), constants, forward)
     return SimpleNamespace(__file__="<memsize>", call=call, runner=runner)
+
+
+def padding(properties: GpuProperties) -> Iterator[Patch]:
+    """The patches by which products are padded as on a GPU of these properties, also in graphs traced on the CPU.
+
+    Inductor pads a product whose sizes are no multiple of 8, such as 50,257 words, and that keeps the GPU busy, rather
+    than its memory, if that turns out faster on the GPU. Here it always does: kernels without padding cannot load
+    whole vectors.
+    """
+    yield pad_mm, "check_device", lambda *_: True
+    yield pad_mm, "has_triton", lambda: True
+    yield pad_mm, "get_cached_should_pad", lambda key: True
+    yield utils, "get_gpu_dram_gbps", lambda: properties.memory
+    yield (
+        utils,
+        "get_device_tflops",
+        lambda dtype: properties.single if dtype is torch.float32 else properties.half,
+    )
+
+
+SINCE: Final[dict[Release, tuple[tuple[Any, str], ...]]] = {
+    (2, 6): ((inductor, "reorder_for_peak_memory"), (functorch, "donated_buffer")),
+    (2, 7): ((inductor, "inplace_padding"), (inductor, "online_softmax")),
+    (2, 8): ((inductor, "triton.coalesce_tiling_analysis"), (functorch, "treat_parameters_as_free_to_save")),
+    (2, 10): (
+        (inductor, "loop_index_inversion_in_fusion"),
+        (inductor, "loop_ordering_after_fusion"),
+        (inductor, "triton.mix_order_reduction"),
+    ),
+    (2, 12): (
+        (inductor, "delay_realize_cheap_outputs"),
+        (inductor, "keep_addmm_fused_for_half_dtypes"),
+        (functorch, "guess_tangent_strides_as_outputs"),
+    ),
+    (2, 13): ((inductor, "loop_reindexing_after_fusion"),),
+}
+"""By the first release in which they are on."""
+
+
+@contextmanager
+def switches_of(release: Release | None) -> Iterator[None]:
+    """While open, what `release` of PyTorch's compiler doesn't do yet is off; None is the installed one."""
+    later = [switch for first, switches in SINCE.items() if release and release < first for switch in switches]
+    off = {
+        module: {name: False for of, name in later if of is module and name in module._config}
+        for module in (inductor, functorch)
+    }
+    with inductor.patch(off[inductor]), functorch.patch(off[functorch]):
+        yield
+
+
+_aten = torch.ops.aten
+
+
+def without_driver() -> Iterator[Patch]:
+    """The patches by which methods work on fakes of CUDA tensors whose Python binding first makes the tensor's device
+    the current one: that needs a driver, and the operators that they call need none.
+    """
+    for name, operator in _METHODS.items():
+        yield torch.Tensor, name, calling(_through(operator), getattr(torch.Tensor, name))
+
+
+def _through(operator: Callable[..., Any]) -> Callable[..., Any]:
+    def called(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (operator if tensor.device.type == "cuda" else original)(tensor, *args, **kwargs)
+
+    return called
+
+
+def _indexed(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """``tensor[index]``: numbers, slices and None make views; tensors select."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    named = sum(part is not None and part is not Ellipsis for part in parts)
+    if Ellipsis in [part for part in parts if not isinstance(part, torch.Tensor)]:
+        position = next(i for i, part in enumerate(parts) if part is Ellipsis)
+        parts[position : position + 1] = [slice(None)] * (tensor.dim() - named)
+    dim, chosen = 0, list[torch.Tensor | None]()
+    for part in parts:
+        if isinstance(part, int) and not isinstance(part, bool):
+            tensor = _aten.select.int(tensor, dim, part)
+            continue
+        if part is None:
+            tensor = _aten.unsqueeze(tensor, dim)
+        elif isinstance(part, slice):
+            tensor = _aten.slice.Tensor(tensor, dim, part.start, part.stop, part.step or 1)
+        chosen.append(part if isinstance(part, torch.Tensor) else None)
+        dim += 1
+    return _aten.index.Tensor(tensor, chosen) if any(part is not None for part in chosen) else tensor
+
+
+_METHODS: Final[dict[str, Callable[..., Any]]] = {
+    "__getitem__": _indexed,
+    "__invert__": _aten.bitwise_not,
+    "contiguous": _aten.contiguous,
+    "copy_": _aten.copy_,
+    "nonzero": _aten.nonzero,
+}

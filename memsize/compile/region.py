@@ -37,7 +37,7 @@ from memsize.compile.devices import META
 from memsize.processes.patches import Patch, assigned, calling, wrapping
 from memsize.processes.simulation import open_simulation
 from memsize.spec.scenario import CompileMode
-from memsize.torch_internals.dispatch_key import KEY
+from memsize.torch_internals.meta import KEY
 from memsize.tracing.named_devices import named_gpu
 from memsize.tracing.overrides import Compiles, compilation
 from memsize.tracing.run import Run

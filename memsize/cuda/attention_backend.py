@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memsize.cuda import autocast
 from memsize.kernels.semantics import Semantics, current
-from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.torch_internals.meta import Kernel, key_excluded, overload
 
 Backend = Literal["flash", "efficient", "cudnn", "math"]
 _HALVES = (torch.float16, torch.bfloat16)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from memsize.kernels.semantics import Semantics, current
-from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.torch_internals.meta import Kernel, key_excluded, overload
 
 Policy = Literal[
     "lower precision", "float32", "float32 and back", "float32 output", "float32 appended", "promote", "refused",

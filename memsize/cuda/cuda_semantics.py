@@ -32,7 +32,7 @@ from torch.utils import _foreach_utils
 from memsize.cuda import attention_backend, autocast, encoder, kernel_choice
 from memsize.kernels.semantics import CUDNN, STAND_INS, CastObserver, Semantics, current, switched_on
 from memsize.processes.simulation import Function, Override, ThreadPatches, open_simulation
-from memsize.torch_internals.dispatch_key import KEY, NAMESPACE
+from memsize.torch_internals.meta import KEY, NAMESPACE
 
 _libraries: list[Any] = []
 """Those that hold the kernels, which must stay alive."""

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from memsize.cuda.attention_backend import Attention, choose_backend
 from memsize.kernels.semantics import current
-from memsize.torch_internals.dispatch_key import Kernel, overload
+from memsize.torch_internals.meta import Kernel, overload
 
 _ALIGNED_HEAD = 8
 

@@ -38,8 +38,7 @@ from memsize.kernels.rnn import MODES
 from memsize.kernels.semantics import Semantics, current
 from memsize.kernels.tensors import channels_last_format, is_dense_channels_last
 from memsize.known_values.values import constant_of
-from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
-from memsize.torch_internals.meta import is_meta
+from memsize.torch_internals.meta import Kernel, is_meta, key_excluded, overload
 
 _TRAINING_BATCH, _EVALUATION_BATCH = 880_801, 65_535
 _INDEXED = 2**31 - 1

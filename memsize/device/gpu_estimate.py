@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from memsize.device.allocation_events import AllocationEvents, dispensable, flow_of, variants
@@ -12,7 +12,16 @@ from memsize.device.cuda_libraries import nccl
 from memsize.device.replay import BoundedReplay, Replay, replay, replay_within
 from memsize.records.aggregates import split_phase, traffic
 from memsize.records.columns import distinct, numbers, places, rows_at
-from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, RecordStreamCost, Shortage, StreamShare
+from memsize.records.gpu import (
+    Card,
+    GpuEstimate,
+    Interval,
+    LiveStorage,
+    PhasePeak,
+    RecordStreamCost,
+    Shortage,
+    StreamShare,
+)
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
 from memsize.spec.stack import Stack
@@ -215,3 +224,43 @@ def _largest(trace: Trace, flow: AllocationEvents, live: Mapping[int, int]) -> t
         origin = storage.op, phase, storage.dtype, storage.shape
         largest.append(LiveStorage(live[index], storage.role, layer, *origin, trace.line_of(index)))
     return tuple(largest)
+
+
+_WEIGHTS = ("parameter", "buffer")
+
+
+def phase_peaks(trace: Trace, where: Card | None, replays: Replays, phases: Mapping[str, str]) -> Iterator[PhasePeak]:
+    """Yield the peak of each phase of `trace`, in the order in which they begin; `phases` has that of each part.
+
+    `replays` have timelines.
+    """
+    import numpy as np
+
+    flow = flow_of(trace)
+    replayed, _ = replay_on(trace, flow, where, replays)
+    levels, phase_of = replayed.timeline, numbers(trace.events, "phase")
+    assert levels is not None
+    tops = [layer.path.partition(".")[0] for layer in trace.layers]
+    for number, phase in enumerate(trace.phases):
+        inside = np.flatnonzero(phase_of == number)
+        parts = tuple(name for name, of in phases.items() if of == phase)
+        if not len(inside) or not parts:
+            continue
+        peak = int(inside[levels.requested[inside].argmax()])
+        live = {storage: size for storage, size in flow.alive(peak).items() if storage not in replayed.skipped}
+        alive = zip(rows_at(trace.storages, live), live.values(), strict=True)
+        stored = [(tops[storage.layer], size) for storage, size in alive if storage.role in _WEIGHTS]
+        weights = sum(size for top, size in stored if top in parts)
+        other_weights = sum(size for _, size in stored) - weights
+        requested, layer = int(levels.requested[peak]), trace.events[peak].layer
+        yield PhasePeak(
+            phase,
+            parts,
+            requested,
+            int(levels.allocated[inside].max()),
+            int(levels.reserved[inside].max()),
+            weights,
+            other_weights,
+            requested - weights - other_weights,
+            trace.layers[layer].path if layer >= 0 else "",
+        )

@@ -15,7 +15,7 @@ from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import config_of
 from memsize.device.cards import card
 from memsize.documents import MOST_SENTENCES, MOST_SHORT_ROWS, Document, findings_data, plain, renamed, values_of
-from memsize.documents.phases import phase_tables
+from memsize.documents.generation import phase_tables
 from memsize.documents.sections import (
     Bars,
     Chart,

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from memsize.torch_internals.dispatch_key import KEY, exclude, include, is_excluded, is_included
-from memsize.torch_internals.meta import is_meta
+from memsize.torch_internals.meta import KEY, exclude, include, is_excluded, is_included, is_meta
 
 CastObserver = Callable[[Tensor, Tensor], None]
 STAND_INS = frozenset({"meta", "cpu"})

@@ -31,7 +31,7 @@ from typing import Any, Final
 import torch
 from torch._compile import _disable_dynamo
 
-from memsize.processes.import_hook import Execute, ImportHook
+from memsize.processes.patches import Execute, ImportHook
 from memsize.processes.simulation import Function, Override, ThreadPatches
 
 _COMPILER = "torch._dynamo"

@@ -6,8 +6,14 @@ file. A mapping from texts is an object, from anything else a list of pairs. Wha
 of older versions keep loading as long as new fields have one. Fields that a file has and the record doesn't are
 refused, because leaving them out would change what the file says.
 
-What is read can be shown: values satisfy the constraints of `memsize.records.schema`, integers are those of int64,
-floats are finite, and a record with a method `validate` has been asked by it.
+What is read can be shown: integers are those of int64, floats are finite, a record with a method `validate` has been
+asked by it, and values satisfy the constraints of their annotations:
+
+    class Event(NamedTuple):
+        storage: Annotated[int, Index("storages")]
+        delta: int
+
+An `Index` or a `Name` refers to a field of the record that the value is part of, at any depth.
 """
 
 from __future__ import annotations
@@ -20,9 +26,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
-from memsize.records.schema import LARGEST, AtLeast, Index, Name, NotEmpty
 from memsize.units import Bytes
 
 Convert = Callable[[Any], Any]
@@ -323,3 +328,35 @@ def _read_any(data: Any) -> Any:
         case float():
             return _read_float(data)
     raise TypeError(f"expected a value of a finding, found {data!r:.60}")
+
+
+LARGEST: Final = 2**63 - 1
+"""The largest integer in a file, and minus the smallest less one: those of int64, as a size in bytes is."""
+
+
+class AtLeast(NamedTuple):
+    """An integer that is `least` or more."""
+
+    least: int
+
+
+class NotEmpty(NamedTuple):
+    """A sequence with at least one entry."""
+
+
+class Index(NamedTuple):
+    """A position in the sequence `of`; -1 is none where `optional`, and its length is allowed where `end`."""
+
+    of: str
+    optional: bool = False
+    end: bool = False
+
+
+class Name(NamedTuple):
+    """The `name` of an entry of the sequence `of`."""
+
+    of: str
+
+
+Size = Annotated[int, AtLeast(0)]
+"""A number of bytes or of things: not below 0."""

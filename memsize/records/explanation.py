@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
+from memsize.records.codec import Size
 from memsize.records.fields import BYTES, COUNT, SHARE, SIGNED, TEXT, Fields, FlatTable, field, share_of, shown
 from memsize.records.finding import Finding
 from memsize.records.roles import Role, noun
-from memsize.records.schema import Size
 from memsize.records.timeline import Phase, Segment
 
 Moment = Literal["out of memory", "peak", "end"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field as attribute
 from typing import Annotated, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer, TableFrame
+from memsize.records.codec import Name
 from memsize.records.fields import (
     BYTES,
     COUNT,
@@ -24,7 +25,6 @@ from memsize.records.fields import (
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card, GpuEstimate
 from memsize.records.roles import Role
-from memsize.records.schema import Name
 from memsize.records.trace import InputTensor, TensorSpec, Trace
 from memsize.units import Bytes
 

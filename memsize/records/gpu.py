@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
+from memsize.records.codec import Size
 from memsize.records.fields import BYTES, COUNT, NAME, PATH, ROLE, TEXT, Fields, Label, field
 from memsize.records.roles import Role
-from memsize.records.schema import Size
 from memsize.records.world import CollectiveKind, Traffic
 
 DEFAULT_GPU: Final = "A100 40GB"

@@ -8,6 +8,7 @@ from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.aggregates import alive, live_bytes
 from memsize.records.answer import Answer
+from memsize.records.codec import Size
 from memsize.records.fields import (
     BYTES,
     COUNT,
@@ -26,7 +27,6 @@ from memsize.records.fields import (
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card, GpuEstimate, Interval
 from memsize.records.roles import Role
-from memsize.records.schema import Size
 from memsize.records.trace import HostRow, TensorSpec, Trace
 
 

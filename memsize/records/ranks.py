@@ -9,10 +9,10 @@ from operator import itemgetter
 from typing import Annotated, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Answer
+from memsize.records.codec import NotEmpty
 from memsize.records.fields import BYTES, COUNT, NAME, PATH, TEXT, Fields, FlatTable, Label, field, role_fields
 from memsize.records.finding import Finding, moment_in_words
 from memsize.records.program import ProgramRun
-from memsize.records.schema import NotEmpty
 from memsize.records.world import World
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal, NamedTuple
 
+from memsize.records.codec import Index, Size
 from memsize.records.roles import Role
-from memsize.records.schema import Index, Size
 from memsize.records.world import ALONE, Collective, World
 
 Kind = Literal["parameter", "buffer", "attribute", "packed", "master"]

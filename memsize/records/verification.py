@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer, TableFrame
+from memsize.records.codec import NotEmpty
 from memsize.records.fields import (
     BYTES,
     CHANGE,
@@ -38,7 +39,6 @@ from memsize.records.measurement import (
     read,
 )
 from memsize.records.run_file import is_run_file, read_run
-from memsize.records.schema import NotEmpty
 from memsize.units import Bytes
 
 FIGURES: Final = ("requested", "allocated", "reserved", "device")

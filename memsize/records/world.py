@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal, NamedTuple
 
 from memsize.errors import InputError
-from memsize.records.schema import Index, Size
+from memsize.records.codec import Index, Size
 
 MOST_RANKS: Final = 2**20
 

@@ -10,17 +10,17 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from json import dumps
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from memsize.documents import document
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.printable import printable_lines
 from memsize.records.answer import Renderable
-from memsize.render.screen import WHOLE, Screen
 from memsize.units import AUTO, DECIMAL, UNITS
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
+    from rich.text import Text
 
 __all__ = ["FORMATS", "IMAGES", "check_images", "format_of", "image", "pieces", "plotted", "render"]
 
@@ -48,6 +48,36 @@ FORMATS: Final[Mapping[str, tuple[str, ...]]] = {name: suffixes for name, (_, su
 """The formats of files, each with its suffixes."""
 IMAGES: Final[Mapping[str, tuple[str, ...]]] = {"png": (".png",), "svg": (".svg",)}
 """The formats of pictures, each with its suffixes: what an answer's page shows first, and nothing else."""
+
+
+class Screen(NamedTuple):
+    """The size of the screen for text; None is no limit. With a height, only as much is shown as needs no scrolling."""
+
+    width: int | None = None
+    height: int | None = None
+    colour: bool = False
+
+
+WHOLE: Final = Screen()
+"""What a file or a pipe is: complete, and without colours."""
+
+
+def aligned(text: Text, width: int) -> Text:
+    """`text` at the left of `width` columns of a terminal."""
+    text.align("left", width)
+    return text
+
+
+def painted(text: Text) -> str:
+    """`text` with its styles as escape sequences of 256 colours, which more terminals have than any others.
+
+    Control characters of the text itself are escaped.
+    """
+    from rich.color import ColorSystem
+    from rich.console import Console
+
+    drawn = ((printable_lines(piece.text), piece.style) for piece in text.render(Console()))
+    return "".join(style.render(part, color_system=ColorSystem.EIGHT_BIT) if style else part for part, style in drawn)
 
 
 def render(

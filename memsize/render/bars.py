@@ -13,8 +13,8 @@ from rich.text import Text
 from memsize.documents.sections import Bar, Bars, Limit, Part
 from memsize.printable import printable
 from memsize.records import roles
+from memsize.render import aligned
 from memsize.render.cell_text import draw_bytes, draw_cell, shorten
-from memsize.render.screen import aligned
 from memsize.units import Unit, format_bytes, unit_for
 
 WIDTH: Final = 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.cells import cell_len, set_cell_size
 
@@ -14,8 +14,11 @@ from memsize.documents.sections import Phrase, Strip, Title
 from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.fields import Cell, Change, Column, Label, Missing, Path, Share, Signed, Sized, Specs, Words
 from memsize.records.trace import Failure, TensorSpec
-from memsize.render.screen import WHOLE, Screen
+from memsize.render import WHOLE, Screen
 from memsize.units import AUTO, Bytes, GiB, Unit, format_bytes, unit_for
+
+if TYPE_CHECKING:
+    pass
 
 UNKNOWN = "–"
 MINUS = "−"

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as Xml
 
 from memsize.documents import Case, Document
 from memsize.printable import printable
-from memsize.render.screen import WHOLE, Screen
+from memsize.render import WHOLE, Screen
 
 _LEVELS: Final = {"error": "error", "warning": "warning", "note": "notice"}
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from memsize.documents import Document
 from memsize.printable import printable
 from memsize.records.fields import FlatTable
-from memsize.render.screen import WHOLE, Screen
+from memsize.render import WHOLE, Screen
 
 _AT_ONCE: Final = 1000
 """Rows of a table that are drawn together: the encoder makes fifty small texts of one, and keeps all to the end."""

@@ -22,9 +22,8 @@ from memsize.documents.sections import (
 )
 from memsize.printable import printable
 from memsize.records.fields import Cell, Path, Specs, Words
-from memsize.render import bars, chart
+from memsize.render import WHOLE, Screen, bars, chart
 from memsize.render.cell_text import LEFT, draw_cell, draw_failure, draw_phrases, draw_title
-from memsize.render.screen import WHOLE, Screen
 from memsize.units import Unit
 
 _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|#~"})

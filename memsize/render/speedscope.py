@@ -15,8 +15,8 @@ from memsize.documents import Document
 from memsize.documents.sections import Chart
 from memsize.errors import OutputError
 from memsize.records.roles import noun
+from memsize.render import WHOLE, Screen
 from memsize.render.cell_text import MODEL
-from memsize.render.screen import WHOLE, Screen
 from memsize.version import VERSION
 
 _SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"

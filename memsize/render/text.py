@@ -29,7 +29,7 @@ from memsize.documents.sections import (
 )
 from memsize.printable import printable
 from memsize.records.fields import Column
-from memsize.render import bars, chart
+from memsize.render import WHOLE, Screen, bars, chart, painted
 from memsize.render.cell_text import (
     LEFT,
     draw_cell,
@@ -40,7 +40,6 @@ from memsize.render.cell_text import (
     shorten_path,
     shorten_text,
 )
-from memsize.render.screen import WHOLE, Screen, painted
 from memsize.units import Unit
 
 _BESIDE: Final = 2

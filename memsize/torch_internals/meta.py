@@ -6,19 +6,21 @@ A `meta` tensor has no values, so the results of an op that makes new tensors de
 dtypes of its arguments. Everything else runs each time: ops that write into an argument or return a view of one,
 arguments with values (on the CPU) or a hidden state (subclasses, lazy conjugation), and results other than tensors that
 fill memory of their own.
+
+Also the dispatch key that nothing else in PyTorch uses, for which the kernels of `memsize.cuda` are registered: they
+intercept an op before autograd records it.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.nn import Parameter
 
-from memsize.torch_internals.dispatch_key import suspended
 from memsize.torch_internals.pytree import tensors_in
 
 _attribute: Any = vars(torch._C.TensorBase)["is_meta"]
@@ -160,3 +162,49 @@ def _is_plain(result: Any) -> bool:
         return False
     reach = sum((size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True)) + 1
     return result.untyped_storage().nbytes() == (reach if result.numel() else 0) * result.element_size()
+
+
+Kernel = Callable[..., Any]
+
+KEY: torch._C.DispatchKey = torch._C.DispatchKey.__members__["AutocastIPU"]
+NAMESPACE = "aten"
+exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+include = torch._C._dispatch_tls_set_dispatch_key_included
+is_included = torch._C._dispatch_tls_is_dispatch_key_included
+is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+
+class _KeyExcluded:
+    """Excludes the key while open. It needs no state, as a kernel runs only where the key is not excluded."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        exclude(KEY, True)
+
+    def __exit__(self, *_: object) -> None:
+        exclude(KEY, False)
+
+
+key_excluded: Final = _KeyExcluded()
+"""Inside a kernel of the key: the ops that it calls go on to autograd and do not come back to the key."""
+
+
+class suspended:  # noqa: N801 - reads as the context manager that it is
+    """Call PyTorch without the kernels of the key: below autograd, CUDA's choices have been made already."""
+
+    __slots__ = ("_was_excluded",)
+
+    def __enter__(self) -> None:
+        self._was_excluded = is_excluded(KEY)
+        exclude(KEY, True)
+
+    def __exit__(self, *_: object) -> None:
+        exclude(KEY, self._was_excluded)
+
+
+def overload(name: str) -> Any:
+    """The callable of an operator (``"softmax.int"``, ``"torchvision::nms"``), without its Python wrapper's checks."""
+    namespace, _, own = name.rpartition("::")
+    packet, _, variant = own.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace or NAMESPACE), packet), variant or "default")._op

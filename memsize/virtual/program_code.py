@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+from argparse import ArgumentParser
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple, cast
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memsize.processes.patches import assigned, calling
 from memsize.processes.user_code import line_of, parsed, users_frames, variables
 from memsize.records.program import Holder
 from memsize.torch_internals.meta import is_meta
@@ -240,3 +242,20 @@ class Waits:
             if isinstance(max(loops, key=lambda node: node.lineno, default=None), ast.While):
                 self.line = line_of(file, number)
         return self.line is not None
+
+
+@contextmanager
+def whole_number_defaults() -> Iterator[dict[str, int]]:
+    """Collect the options with a whole number above 0 that parsers leave at their defaults, by their longest name."""
+    defaults: dict[str, int] = {}
+
+    def parse(original: Any, parser: ArgumentParser, *arguments: Any, **keywords: Any) -> Any:
+        values, rest = original(parser, *arguments, **keywords)
+        for action in parser._actions:
+            value = getattr(values, action.dest, None)
+            if action.option_strings and action.nargs is None and type(value) is int and value == action.default > 0:
+                defaults[max(action.option_strings, key=len)] = value
+        return values, rest
+
+    with assigned(ArgumentParser, "parse_known_args", calling(parse, ArgumentParser.parse_known_args)):
+        yield defaults

@@ -2,13 +2,14 @@
 
 A module that is called while none is running is a root, and its modules are the next layers. Every call passes through
 `nn.Module.__call__`, which is replaced for the class: the instances are the program's own, and may be copied or saved.
+Also activation checkpointing that a program switches on and that recomputes nothing.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any, Final
@@ -17,14 +18,14 @@ import torch
 from torch import nn
 
 from memsize.model.tensor_storage import plain_tensors, spec_of, stored_tensors
-from memsize.processes.patches import calling, wrapping
+from memsize.processes.patches import LatePatches, calling, wrapping
 from memsize.processes.user_code import users_frames, variables
 from memsize.records.aggregates import split_phase
 from memsize.records.timeline import AROUND
 from memsize.records.trace import InputTensor, StoredTensor
 from memsize.torch_internals.jit_tracing import is_tracing, traced_again, untraced
 from memsize.torch_internals.pytree import arguments_in, paths_of, tensors_in
-from memsize.tracing.module_calls import ModuleCallRecorder, module_type, record_of, version_of
+from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord, module_type, record_of, version_of
 from memsize.virtual.device_assignment import devices
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
@@ -236,3 +237,41 @@ def _is_on_gpu(module: nn.Module, args: Any, kwargs: Any) -> bool:
     return any(
         parameter.is_cuda for part in modules for parameter in part._parameters.values() if parameter is not None
     )
+
+
+WRAPPERS: Final = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_SWITCHES: Final = ("gradient_checkpointing", "grad_checkpointing")
+"""Attributes of modules by which transformers and diffusers, and timm and open_clip, switch it on."""
+
+
+class CheckpointingCalls:
+    """The calls of `apply_activation_checkpointing` that match no module; `line` says where the program is."""
+
+    def __init__(self, line: Callable[[], str]) -> None:
+        self.without_match: str | None = None
+        """The line of the last one."""
+        self._line = line
+
+    def later(self) -> dict[str, LatePatches]:
+        """Return the patch of the function, for when its module is imported."""
+        return {WRAPPERS: lambda module: (wrapping(module, "apply_activation_checkpointing", self._applied),)}
+
+    def _applied(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        before = sum(1 for _ in model.modules())
+        result = original(model, *args, **kwargs)
+        if sum(1 for _ in model.modules()) == before:
+            self.without_match = self._line()
+        return result
+
+
+def switched_on(records: Iterable[ModuleRecord]) -> str | None:
+    """The attribute of the first module that has checkpointing switched on, by its path."""
+    for record in records:
+        try:
+            attributes = vars(record.module)
+        except ReferenceError:
+            continue
+        for name in _SWITCHES:
+            if attributes.get(name) is True:
+                return f"{record.path}.{name}" if record.path else name
+    return None

@@ -30,8 +30,16 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cuda_context import cuda_context
 from memsize.errors import InputError
 from memsize.kernels.semantics import Semantics, switched_on
-from memsize.processes.import_hook import Execute, ImportHook
-from memsize.processes.patches import MISSING, LatePatches, Patch, SuspendablePatches, assign, calling
+from memsize.processes.patches import (
+    MISSING,
+    Execute,
+    ImportHook,
+    LatePatches,
+    Patch,
+    SuspendablePatches,
+    assign,
+    calling,
+)
 from memsize.processes.rank_processes import RankConnection, connected
 from memsize.processes.simulation import open_simulation, running
 from memsize.ranks import collectives, group, peers, sharding
@@ -44,7 +52,7 @@ from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.named_devices import Gpus
 from memsize.tracing.run import RunDevice, Setup, calls_seen, gpu_semantics
 from memsize.tracing.saved_tensors import functional_transforms_allowed, saving
-from memsize.virtual import checkpointing, data_parallel, gpu_tensors, launches, nested_tensors, torchscript
+from memsize.virtual import data_parallel, gpu_tensors, launches, nested_tensors, torchscript
 from memsize.virtual.compilation import Compilation
 from memsize.virtual.device_assignment import DeviceAssignment
 from memsize.virtual.driver import queries
@@ -53,6 +61,7 @@ from memsize.virtual.driver.functions import Driver, Event, Stream
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.ledger.stream_order import StreamOrder
 from memsize.virtual.packages import finder
+from memsize.virtual.program_modules import WRAPPERS
 
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
@@ -63,7 +72,7 @@ _APART = frozenset(
         "torch._dynamo",
         overrides.FLEX,
         launches.MODULE,
-        checkpointing.WRAPPERS,
+        WRAPPERS,
         *_SHARDING,
         *peers.REACHING,
         *finder.ASKING,

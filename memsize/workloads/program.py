@@ -31,7 +31,6 @@ from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
 from memsize.virtual import saved_weights
 from memsize.virtual.checkpoint_stand_in import StandInLoading
-from memsize.virtual.checkpointing import CheckpointingCalls, switched_on
 from memsize.virtual.driver.caching_allocator import DeviceMemory
 from memsize.virtual.driver.functions import Driver
 from memsize.virtual.guards.child_processes import ChildProcesses, Settings
@@ -40,7 +39,7 @@ from memsize.virtual.hub_weights import HubWeights
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.packages.finder import SimulatedPackages
 from memsize.virtual.program_code import Held, Waits, holders
-from memsize.virtual.program_modules import ProgramCalls
+from memsize.virtual.program_modules import CheckpointingCalls, ProgramCalls, switched_on
 from memsize.virtual.region import virtual_gpu
 from memsize.virtual.saved_weights import Files, trackers_off
 from memsize.virtual.torchscript import ScriptFiles

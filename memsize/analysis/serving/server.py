@@ -1,6 +1,11 @@
 """Size of a paged server's KV cache: the memory of a GPU minus weights, the largest step, and memory outside PyTorch.
 
-It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/worker/gpu_worker.py`).
+It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/worker/gpu_worker.py`), less
+what vLLM sets aside for CUDA graphs (`profile_cudagraph_memory` in `vllm/v1/worker/gpu_model_runner.py`, of the second
+model runner in `vllm/v1/worker/gpu/cudagraph_utils.py`): the largest graph of each mode is warmed up on a stream of its
+own, whose segments stay, and recorded into the graphs' pool, which takes the same again. Smaller graphs reuse both:
+they add what the driver keeps of their kernels. The first runner counts each later graph as the second one; the second
+runner measures piecewise graphs, and counts full ones so.
 """
 
 from __future__ import annotations
@@ -16,10 +21,8 @@ import torch
 from memsize.analysis.findings.generation import SERVING_RULES
 from memsize.analysis.remedies import Need
 from memsize.analysis.runner import Runner
-from memsize.analysis.serving.assumptions import assumptions
-from memsize.analysis.serving.graph_memory import graph_memory
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
-from memsize.analysis.serving.server_remedies import ServedModel, arguments_of, remedies_for_server
+from memsize.analysis.serving.server_remedies import ServedModel, arguments_of, assumptions, remedies_for_server
 from memsize.device.cuda_context import code_of_libraries, cuda_context
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.replay import Levels, replay
@@ -30,14 +33,14 @@ from memsize.precision.quantization_config import checkpoint_layout
 from memsize.processes.patches import collector_paused
 from memsize.records.columns import distinct
 from memsize.records.fit import Remedied
-from memsize.records.gpu import Interval
+from memsize.records.gpu import Card, Interval
 from memsize.records.serving import ServingReport, ServingRow
 from memsize.records.trace import Trace
 from memsize.spec.generation import KV_BYTES, Generation, ServerArguments, Serving
 from memsize.spec.scenario import Scenario
-from memsize.spec.server_rules import Rules
+from memsize.spec.server_rules import GraphEstimate, GraphSizes, Rules
 from memsize.spec.stack import Stack
-from memsize.units import GiB
+from memsize.units import GiB, KiB, MiB
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
 from memsize.workloads.kv_caches import CachedLayer
 from memsize.workloads.served_parts import has_states, latent_copies, rotary_tables, vocabulary_padding
@@ -369,3 +372,31 @@ def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None
     hidden = has_states(config) and not any(layer.states for layer in layers)
     if hidden or any(layer.kind == STATE and not layer.states for layer in layers):
         raise InputError(f"{name} keeps states in a form of its own: of those a paged server's blocks are not known")
+
+
+_HOPPER: Final = 9
+_OF_LAYER: Final[dict[tuple[bool, GraphEstimate], Interval]] = {
+    (False, "extrapolated"): Interval(88 * KiB, 224 * KiB),
+    (False, "measured"): Interval(128 * KiB, 184 * KiB),
+    (True, "extrapolated"): Interval(0, 112 * KiB),
+    (True, "measured"): Interval(0, 88 * KiB),
+}
+"""What the driver keeps of one layer in one graph, before Hopper (False) and since: the ends of about twenty public
+logs, of 0.5 to 31 B parameters on one GPU, whose memory of CUDA graphs is divided so after two pools.
+"""
+_SPLITS: Final = 32
+"""FlashAttention 3 on Hopper divides a sequence into so many parts (`flash_attn_max_num_splits_for_cuda_graph`)."""
+
+
+def graph_memory(config: Any, captured: GraphSizes, kind: GraphEstimate, pool: Interval, card: Card) -> Interval:
+    """Return the estimate for a model with the `config` of one GPU's part; `pool` are the segments of a step of the
+    largest captured size. Each full graph counts 1 MiB or more (`_MIN_PER_GRAPH_BYTES`).
+    """
+    generation, parts = card.capability[0], 0
+    if generation == _HOPPER and not getattr(config, "kv_lora_rank", None):
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # Results of parts, in float32 (`out_accum` in hopper/flash_api.cpp).
+        parts = _SPLITS * captured.largest_full * config.num_attention_heads * width * 4
+    layers = (captured.piecewise + captured.full) * config.num_hidden_layers
+    least, most = (layers * size for size in _OF_LAYER[generation >= _HOPPER, kind])
+    return Interval(pool.low + parts + max(captured.full * MiB, least), 2 * (pool.high + parts) + most)

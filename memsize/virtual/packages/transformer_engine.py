@@ -4,7 +4,7 @@ A float8 product reads both operands along the dimension that is summed, so a te
 the backward is there twice before Blackwell: row by row and transposed. Of an input the transposed copy is kept, of a
 weight both; the weight itself stays in its own dtype.
 
-Source: TransformerEngine 2.20, `pytorch/module/` and `pytorch/transformer.py`; `float8_products` has what the layers
+Source: TransformerEngine 2.20, `pytorch/module/` and `pytorch/transformer.py`; `float8` has what the layers
 save. Known limits: attention is that of the fused kernels, without cuDNN's workspace; NVFP4 is not simulated.
 """
 
@@ -26,13 +26,15 @@ from memsize.virtual.packages.float8 import (
     Float8CurrentScaling,
     Float8Tensor,
     Format,
+    LinearProduct,
     MXFP8BlockScaling,
+    NormProduct,
+    NormProducts,
     Numerics,
     Operands,
     Recipe,
     default_recipe,
 )
-from memsize.virtual.packages.float8_products import LinearProduct, NormProduct, NormProducts
 
 _GATED: Final = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
 
