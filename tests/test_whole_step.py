@@ -56,6 +56,15 @@ def test_the_batch_that_is_named_fits_and_the_next_does_not(script: Path) -> Non
     assert sentence.endswith("The largest {argument} that fits is {size}.")
 
 
+def test_the_batch_that_is_named_is_that_of_fit(script: Path) -> None:
+    """A run refuses what can't fit beside the least that CUDA takes; what fits does beside the most, in both answers."""
+    fit = memsize.fit_script(script, ("--batch-size", "4096"), vary="batch-size", gpu="t4", steps=2)
+    (script.parent / "log.txt").unlink()
+    run = memsize.run(script, ("--batch-size", "400000"), gpu="t4", steps=2)
+    assert isinstance(run, memsize.ProgramRun) and run.whole is not None and run.whole.batch is not None
+    assert run.whole.batch.size == fit.fit_rows[0].size
+
+
 @pytest.mark.parametrize("declared", ["'-b', '--batch-size'", "'--train_batch_size'"])
 def test_a_batch_that_is_left_at_its_default_is_named(script: Path, declared: str) -> None:
     parser = f"""\

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple
 
 from memsize.analysis.findings.fit import RULES, FitEvidence, answer_in_words
 from memsize.analysis.findings.unfinished_runs import interrupted
@@ -29,22 +29,32 @@ from memsize.spec.vary import VariedScript
 from memsize.virtual.guards.child_processes import Settings
 from memsize.virtual.saved_weights import Files
 
-ScriptRun: TypeAlias = tuple[Trace, AllocatorConfig, str]
-"""The trace of a script, its allocator settings, and how it failed (empty: it did not)."""
 _BEYOND: Final = 4
 """A value is at most this many times the one that a straight line through two runs predicts: the script really makes
 the data for it.
 """
 
 
+class ScriptRun(NamedTuple):
+    """The trace of a script, its allocator settings, how it failed (empty: it did not), and the files that it made."""
+
+    trace: Trace
+    config: AllocatorConfig
+    failure: str
+    new_files: set[str]
+
+
 @dataclass(frozen=True)
 class UnboundedScript:
-    """A script (or a module) that runs on a GPU of unlimited memory, for as many steps as `settings` has."""
+    """A script (or a module) that runs on a GPU of unlimited memory, for as many steps as `settings` has.
+
+    A run may write the `files` again that one before it made.
+    """
 
     path: str
     settings: Settings
     module: bool = False
-    files: Files | None = None
+    files: Files = field(default_factory=Files)
 
     def run(self, arguments: Sequence[str], progress: Callable[[str], None]) -> ScriptRun:
         """Run it with `arguments`, where the platform forks in a process of its own, whose output nobody sees."""
@@ -52,6 +62,7 @@ class UnboundedScript:
             return self.trace(arguments, quiet=False)
         with Workers(self, progress) as workers:
             answer: ScriptRun = workers.apart(("trace", arguments, True))
+        self.files.new |= answer.new_files
         return answer
 
     def trace(self, arguments: Sequence[str], quiet: bool) -> ScriptRun:
@@ -62,7 +73,7 @@ class UnboundedScript:
         if isinstance(error, KeyboardInterrupt):  # which reaches the script where it runs in this process
             raise error
         failure = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
-        return program.trace, config_of(program), failure
+        return ScriptRun(program.trace, config_of(program), failure, self.files.new)
 
 
 @dataclass(eq=False)
@@ -76,6 +87,7 @@ class ScriptRuns:
     config: AllocatorConfig | None
     steps: int
     progress: Callable[[str], None]
+    files: Files
     footprints: dict[int, Footprint] = field(default_factory=dict)
     search: Search | None = None
 
@@ -83,11 +95,13 @@ class ScriptRuns:
         """Run the script with one value, once; raises `ForwardError` where the script fails with it."""
         if value not in self.footprints:
             self.progress(f"running {self.script.command(value)}")
-            script = UnboundedScript(self.script.path, Settings(self.budget.card, self.config, self.steps))
-            trace, config, failure = script.run(self.script.valued(value), self.progress)
-            if failure:
-                raise ForwardError(failure, trace)
-            self.footprints[value] = Footprint(value, trace, config)
+            script = UnboundedScript(
+                self.script.path, Settings(self.budget.card, self.config, self.steps), files=self.files
+            )
+            run = script.run(self.script.valued(value), self.progress)
+            if run.failure:
+                raise ForwardError(run.failure, run.trace)
+            self.footprints[value] = Footprint(value, run.trace, run.config)
         return self.footprints[value]
 
     def start(self) -> Search:
@@ -130,7 +144,8 @@ def fit_script(
     """
     import_packages(script.path, budgets[0].card, config)
     # The script may ask for the card's size: each card has runs of its own.
-    runs = [ScriptRuns(script, budget, config, steps, progress) for budget in budgets]
+    files = Files()
+    runs = [ScriptRuns(script, budget, config, steps, progress, files) for budget in budgets]
     rows: list[FitRow] = []
 
     def so_far() -> Fit | None:

@@ -13,6 +13,7 @@ from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.script_search import UnboundedScript
 from memsize.analysis.fit.search import Search
 from memsize.analysis.program import findings_of
+from memsize.device.budget import budget_of
 from memsize.errors import ForwardError, InputError
 from memsize.records.aggregates import split_phase
 from memsize.records.program import FittingBatch, ProgramRun, WholeSteps
@@ -44,10 +45,10 @@ def with_whole_steps(
         if time.monotonic() - started > _PATIENCE:
             raise ForwardError("the script takes long", run.trace)
         progress(f"running {' '.join((script.path, *command))} with enough memory; Ctrl-C skips this")
-        trace, config, failure = script.run(command, progress)
-        if failure:
-            raise ForwardError(failure, trace)
-        return Footprint(size, trace, config)
+        rerun = script.run(command, progress)
+        if rerun.failure:
+            raise ForwardError(rerun.failure, rerun.trace)
+        return Footprint(size, rerun.trace, rerun.config)
 
     try:
         varied = _varied(script, arguments, defaults)
@@ -56,7 +57,9 @@ def with_whole_steps(
         steps = max((step or 0 for phase, step in phases if phase == "optimizer"), default=0)
         whole = WholeSteps(steps, footprint.needs(run.capacity))
         if varied is not None and varied.value > 1:
-            whole = whole._replace(batch=_batch(run, varied, footprint, measure))
+            # A run refuses what certainly doesn't fit, beside the least that CUDA takes: what fits does beside the most.
+            capacity = min(run.capacity, budget_of(run.card, script.settings.stack).allocator)
+            whole = whole._replace(batch=_batch(capacity, varied, footprint, measure))
     except (ForwardError, InputError, KeyboardInterrupt):
         return run
     run = replace(run, whole=whole)
@@ -74,12 +77,12 @@ def _varied(script: UnboundedScript, arguments: Sequence[str], defaults: Mapping
 
 
 def _batch(
-    run: ProgramRun, script: VariedScript, footprint: Footprint, measure: Callable[[Sequence[str], int], Footprint]
+    capacity: int, script: VariedScript, footprint: Footprint, measure: Callable[[Sequence[str], int], Footprint]
 ) -> FittingBatch | None:
-    """The largest batch below the script's own that a few runs show to fit."""
+    """The largest batch below the script's own that a few runs show to fit `capacity`."""
     search = Search(
         lambda size: measure(script.valued(size), size),
-        run.capacity,
+        capacity,
         runs={script.value: footprint},
         refused={},
         most=script.value - 1,
