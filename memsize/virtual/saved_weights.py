@@ -74,8 +74,7 @@ class Files(FileGuard):
     def guarded(self) -> Iterator[None]:
         """While open, files that were there before are left as they are; the empty ones are removed at its end."""
         try:
-            with super().guarded(), TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True) as name:
-                self._folder_of_saved = Path(name)
+            with super().guarded():
                 yield
         finally:
             self._saved_files.clear()
@@ -112,11 +111,12 @@ class Files(FileGuard):
         size, has_path = stand_in_bytes(obj), isinstance(f, (str, os.PathLike))
         if not (size and has_path):
             if has_path:
+                f = self.own(f, "wb")
                 self.check_open(f)  # C++ opens it, without an audit event
             elif size:
                 self.counted_in(f, size)
             return original(obj, f, *args, **kwargs)
-        file = self._folder_of_saved / f"{next(self._numbers)}.pt"
+        file = Path(self._folder) / f"{next(self._numbers)}.pt"
         self._writing.holes = True
         try:
             original(obj, file, *args, **kwargs)
@@ -165,7 +165,7 @@ class Files(FileGuard):
             missing = self.missing(f, args[0] if args else kwargs.get("map_location"))
             if missing is not None:
                 return missing
-            return original(f, *args, **kwargs)
+            return original(self.own(f), *args, **kwargs)
         return original(contents, *args, **kwargs)
 
     def _save_file(self, original: Callable[..., Any], tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
 """The user's files while a program runs: those that were there before are not changed. And the network, while it runs
 with ``--offline``: connections to other machines are refused.
 
-Python announces both to audit hooks. This module does not need torch: processes that a program starts are guarded too,
+What the program writes to a file that was there, such as its log, goes to a copy, which the program reads from then on.
+Python announces to audit hooks what changes a file otherwise, and connections: those raise an error. This module does not need torch: processes that a program starts are guarded too,
 whatever they import. This machine's own addresses and sockets of files stay open: launchers and data loaders use them.
 Hugging Face's libraries are switched to what they have on disk, which they look for at once then.
 
@@ -10,12 +11,16 @@ Known limit: what opens files in C, such as HDF5 and LMDB, announces nothing.
 
 from __future__ import annotations
 
+import builtins
+import io
 import os
 import platform
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
 from memsize.processes.patches import Patch, environment, wrapping
@@ -23,6 +28,8 @@ from memsize.processes.simulation import Guard, install_guard, open_simulation
 
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
 _PASSING: Final = ("__pycache__", "/dev/", "/proc/")
+_LARGEST_COPY: Final = 64 << 20
+"""Bytes of a file of which a copy is made for what the program appends."""
 
 
 class _Change(NamedTuple):
@@ -61,20 +68,47 @@ class FileGuard(Guard):
         """Paths that were not there before."""
         self.others_new: Callable[[], set[str]] = set
         """Returns those that processes which the program started have made since."""
+        self._copies: dict[str, str] = {}
+        """The copies of files that the program writes to, by their real paths."""
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """While open, files that were there before are left as they are."""
         install_guard(FileGuard)
         with (
+            TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True) as self._folder,
             open_simulation() as simulation,
             simulation.with_part(FileGuard, self),
-            simulation.patches.applied(self._databases()),
+            simulation.patches.applied(self._openers()),
         ):
             yield
+        self._copies.clear()
 
-    def _databases(self) -> Iterator[Patch]:
-        """SQLite opens files in C: a database that was there before is opened for queries alone."""
+    def own(self, path: Any, mode: str = "r") -> Any:
+        """Return the copy that the program has of a file which was there before, or makes by opening it with `mode`."""
+        if self.allowed or not isinstance(path, (str, bytes, os.PathLike)):
+            return path
+        name = os.path.realpath(os.fsdecode(path))
+        if name not in self._copies:
+            keeps = "w" not in mode
+            is_write = "x" not in mode and (not keeps or "+" in mode or "a" in mode)
+            if not (is_write and self._is_held(name)) or (keeps and os.path.getsize(name) > _LARGEST_COPY):
+                return path
+            copy = os.path.join(self._folder, f"{len(self._copies)}-{os.path.basename(name)}")
+            if keeps:
+                shutil.copyfile(name, copy)
+            self._note("write", name)
+            self._copies[name] = copy
+        return self._copies[name]
+
+    def _open(self, original: Callable[..., Any], file: Any, mode: Any = "r", *args: Any, **options: Any) -> Any:
+        has_opener = options.get("opener", args[5] if len(args) > 5 else None) is not None
+        own = file if has_opener or not isinstance(mode, str) else self.own(file, mode)
+        return original(own, mode, *args, **options)
+
+    def _openers(self) -> Iterator[Patch]:
+        """Python's own, and SQLite, which opens files in C: a database that was there before is for queries alone."""
+        yield from (wrapping(module, "open", self._open) for module in (builtins, io))
         with suppress(ImportError):  # Python can be built without
             import sqlite3
 
@@ -82,7 +116,7 @@ class FileGuard(Guard):
 
     def _connect(self, original: Callable[..., Any], database: Any, *args: Any, **options: Any) -> Any:
         name = os.fsdecode(database).partition("?")[0].removeprefix("file:")
-        is_old = not self.allowed and _holds_something(name) and not self._is_new(os.path.realpath(name))
+        is_old = not self.allowed and self._is_held(os.path.realpath(name))
         connection = original(database, *args, **options)
         if is_old:
             connection.execute("PRAGMA query_only = ON")
@@ -127,8 +161,15 @@ class FileGuard(Guard):
         if not os.path.lexists(name):
             self.new.add(name)
         elif matters(name):
-            self.refused[f"{verb} {shown(name)}: it was there before (--allow-writes lets the program)"] = None
+            self._note(verb, name)
             raise PermissionError(13, "memsize run leaves existing files as they are, without --allow-writes", name)
+
+    def _note(self, verb: str, name: str) -> None:
+        self.refused[f"{verb} {shown(name)}: it was there before (--allow-writes lets the program)"] = None
+
+    def _is_held(self, name: str) -> bool:
+        """Return whether a file was there before, with contents that must not be lost."""
+        return _holds_something(name) and not any(part in name for part in _PASSING) and not self._is_new(name)
 
     def _is_new(self, name: str) -> bool:
         """Return whether a path, or a folder that it is in, was made by the program or a process that it started."""
