@@ -18,7 +18,7 @@ from memsize import cli
 from memsize.cli.click_options import request_of
 from memsize.errors import InputError, MemsizeError
 from memsize.spec import file_requests
-from memsize.spec.section import MODEL_KEYS
+from memsize.spec.project import MODEL_KEYS
 from tests.fits import requests
 from tests.models import Option, keywords_of, options_of
 

@@ -41,12 +41,12 @@ from memsize.spec.project import (
     Project,
     find_project,
     parse_section,
+    parsed_toml,
     read_project,
     section_in,
 )
 from memsize.spec.requests import FitRequest, InitRequest, ReportRequest
 from memsize.spec.scenario import scenario_named
-from memsize.spec.section import parsed_toml
 from memsize.spec.stack import Gpu
 from memsize.units import UNITS
 

@@ -35,7 +35,6 @@ def rules() -> Rules:
         pointwise,
         reductions,
         rnn,
-        sorting,
         sparse,
     )
 

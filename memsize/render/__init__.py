@@ -33,9 +33,9 @@ _FORMATS: Final = {
     "agent": ("memsize.render.text:draw_brief", ()),
     "notebook": ("memsize.render.html:fragment", ()),
     "line": ("memsize.render.cell_text:one_line", ()),
-    "speedscope": ("memsize.render.speedscope:draw", ()),
-    "github": ("memsize.render.ci_reports:github", ()),
-    "junit": ("memsize.render.ci_reports:junit", ()),
+    "speedscope": ("memsize.render.data:draw_speedscope", ()),
+    "github": ("memsize.render.data:github", ()),
+    "junit": ("memsize.render.data:junit", ()),
 }
 """What draws each format, imported when it is asked for, and the suffixes of its files (none: it is no file of any
 answer; a command that writes it says how its files end).

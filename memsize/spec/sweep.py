@@ -15,7 +15,7 @@ from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.options import check_type
 from memsize.spec.parallel import Parallel, on_each, spread_of
-from memsize.spec.section import MODEL_KEYS, parsed_toml, refuse_unknown, section_of
+from memsize.spec.project import MODEL_KEYS, parsed_toml, refuse_unknown, section_of
 from memsize.spec.stack import Stack
 from memsize.spec.training import Training
 
