@@ -14,6 +14,8 @@ from memsize.documents.sections import Table
 from memsize.records.answer import Renderable
 
 GOLDEN = Path(__file__).parent / "golden"
+MARKS = "[█░▒▓▀▐▞▄▙▜▘▚▟▖▌▛▗▝]"
+"""What bars without colours are made of."""
 
 
 def check_golden(name: str, text: str) -> None:

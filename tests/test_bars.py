@@ -30,17 +30,17 @@ def test_bars_have_all_the_room_there_is() -> None:
     # 40 columns: 10 for names, 5 for totals and two gaps of 2 leave 21 for 40 MiB.
     assert list(lines(TWO, "MiB", 40)) == [
         "held, MiB",
-        f"fp32        {'█' * 16}{'░' * 5}  40.00",
-        f"fp16, bf16  {'█' * 8}{'░' * 2}{' ' * 11}  20.00",
-        "█ parameters  ░ kept for backward",
+        f"fp32        {'█' * 16}{'▒' * 5}  40.00",
+        f"fp16, bf16  {'█' * 8}{'▒' * 2}{' ' * 11}  20.00",
+        "█ parameters  ▒ kept for backward",
     ]
     assert list(lines(TWO, "MiB", 200))[1].count("█") == 136  # three quarters of 200 - 10 - 5 - 4
 
 
 def test_a_single_bar_has_its_figures_in_the_key() -> None:
     one = replace(TWO, bars=TWO.bars[:1])
-    assert [*lines(one, "MiB", 60)][-1] == "█ parameters 30.00  ░ kept for backward 10.00"
-    assert [*lines(one, "MiB", 30)][-2:] == ["█ parameters 30.00", "░ kept for backward 10.00"]
+    assert [*lines(one, "MiB", 60)][-1] == "█ parameters 30.00  ▒ kept for backward 10.00"
+    assert [*lines(one, "MiB", 30)][-2:] == ["█ parameters 30.00", "▒ kept for backward 10.00"]
 
 
 def test_a_limit_that_is_near_is_marked() -> None:
@@ -112,7 +112,7 @@ def test_colours_are_those_of_roles() -> None:
     assert blue and orange and blue[1] != orange[1]
     bar = drawn.splitlines()[1]
     assert f"\x1b[{blue[1]}m{'█' * 16}\x1b[0m\x1b[{orange[1]}m{'█' * 5}\x1b[0m" in bar
-    assert re.sub(r"\x1b\[[0-9;]*m", "", bar) == [*lines(TWO, "MiB", 40)][1].replace("░", "█")
+    assert re.sub(r"\x1b\[[0-9;]*m", "", bar) == [*lines(TWO, "MiB", 40)][1].replace("▒", "█")
 
 
 def test_what_is_shown_cannot_colour_itself() -> None:
@@ -122,10 +122,11 @@ def test_what_is_shown_cannot_colour_itself() -> None:
 
 
 def test_a_small_part_keeps_its_name_beside_an_empty_one_and_nothing_is_drawn_as_0() -> None:
-    parts = tuple(Part(name, name, "parameter") for name in ("baseline", "now", "over the limit"))
+    roles = ("baseline", "buffer"), ("now", "parameter"), ("over the limit", "gradient")
+    parts = tuple(Part(name, name, role) for name, role in roles)
     bars = Bars("sizes", parts, (Bar((Label("a"),), (0, 99 * MiB, MiB)), Bar((Label("b"),), (0, 0, 0))))
     _, first, second, key = lines(bars, "MiB", 130)
-    assert key == "█ now  ░ over the limit" and first.endswith("100.00") and second.split() == ["b", "0"]
+    assert key == "█ now  ▓ over the limit" and first.endswith("100.00") and second.split() == ["b", "0"]
 
 
 def test_a_legend_names_what_the_bars_do_not() -> None:

@@ -15,6 +15,7 @@ import memsize
 from memsize import Check, Finding
 from memsize.cli import run
 from memsize.documents import document
+from memsize.documents.sections import Limit
 from memsize.errors import InputError, MemsizeError, OutputError
 from memsize.records.check import Baseline, LayerFigures, read_baselines, write_baselines
 from memsize.render import render
@@ -315,26 +316,34 @@ def test_golden(name: str, format: str) -> None:
     golden(f"check.{name}", render(checked(), format))
 
 
-def test_bars_are_of_sizes_and_their_own_baselines() -> None:
-    # Parameters are limited in bytes and compared by their number; only what changed has a bar of what it was.
+def test_bars_are_in_per_cent_of_limits() -> None:
+    # Of growth, the limit is what the baseline allows. Batches that fit, and what has no limit, have no bar.
     figures = (
-        Figure("parameters", "bytes", 400, 300, holds=False),
-        Figure("parameters", "elements", 100, None, 80, holds=False),
-        Figure("stored", "bytes", 500, None, 500),
-        Figure("activations", "bytes", 70, None, 90),
+        Figure("parameters", "bytes", 301, 300, holds=False),  # 100.3 %, which is more than it may be
+        Figure("parameters", "elements", 100, None, 80, 80, holds=False),
+        Figure("stored", "bytes", 500, None, 500, 510),  # 98.04 %
+        Figure("activations", "bytes", 70, None),
+        Figure("fits_batch", "samples", 4, 4),
     )
     bars = document(Check("", (CheckedModel("net", "net.py", 1, figures),))).bars()
-    assert bars is not None and bars.limit is None  # the line would be that of one bar among three
+    assert bars is not None and bars.kind == "percent" and bars.limit == Limit("limit", 100)
     assert [(bar.labels[0].text, bar.sizes) for bar in bars.bars] == [
-        ("parameters", (0, 300, 100)),
-        ("stored", (0, 500, 0)),
-        ("activations, was", (90, 0, 0)),
-        ("activations", (0, 70, 0)),
+        ("parameters, growth", (100, 25)),
+        ("parameters", (100, 1)),
+        ("stored, growth", (99, 0)),
     ]
     several = (CheckedModel("a", "a.py", 1, figures[:1]), CheckedModel("b", "b.py", 1, figures[:1]))
     shared = document(Check("", several)).bars()
-    assert shared is not None and shared.limit is not None and shared.limit.size == 300
+    assert shared is not None
     assert [bar.labels[0].text for bar in shared.bars] == ["parameters of a", "parameters of b"]
+
+
+@pytest.mark.parametrize("height", range(12, 30))
+def test_errors_come_before_pictures_on_every_screen(height: int) -> None:
+    drawn = render(checked(), "text", width=60, height=height).splitlines()
+    errors = [n for n, line in enumerate(drawn) if " error " in line or "- error: " in line]
+    pictures = [n for n, line in enumerate(drawn) if "in % of" in line or line.startswith("target ")]
+    assert len(errors) >= 2 and all(max(errors) < n for n in pictures)
 
 
 def test_statuses() -> None:

@@ -199,9 +199,9 @@ def test_depth_and_columns(asked: Asked, capsys: pytest.CaptureFixture[str]) -> 
 def test_characters_that_the_terminal_lacks_do_not_stop_it(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    asked.answer = Report("größe.py:Net", trace(), notes=("35.19 → 17.59",))
+    asked.answer = Report("größe.py:Net", trace(), notes=("35.19 → 17.59 … 2 ×",))
     assert run(["report", "model.py:Net"]) == 0
-    assert b"?" in raw.getvalue()
+    assert b"gr??e.py:Net" in raw.getvalue() and b"35.19 > 17.59 ~ 2 x" in raw.getvalue()
 
 
 # How errors end

@@ -22,6 +22,7 @@ from memsize.records.answer import Renderable
 from memsize.render import render
 from tests import records, test_checkpoint_report, test_fit, test_layout, test_rank_runs, test_sweep, test_timeline
 from tests.gpus import timeline
+from tests.pages import MARKS
 from tests.test_program_document import program
 from tests.test_render import REPORTS
 from tests.test_verify import verification
@@ -64,7 +65,7 @@ def test_markdown_says_what_text_says(name: str) -> None:
 @pytest.mark.parametrize("name", ["structures", "failing", "deep", "fit"])
 def test_a_terminal_that_is_wide_enough_shows_all(name: str) -> None:
     answer = ANSWERS[name]()
-    text, wide = (re.sub("[█░▒▓]+ *", "█ ", render(answer, "text", width=width)) for width in (None, 200))
+    text, wide = (re.sub(f"{MARKS}+ *", "█ ", render(answer, "text", width=width)) for width in (None, 200))
     assert max(map(len, text.splitlines())) <= 200
     assert wide == text
 

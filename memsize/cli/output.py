@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import shutil
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from memsize import files
 from memsize.cli.working import interrupts_raised, say
@@ -171,6 +172,15 @@ def _coloured(color: Color) -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
 
 
+_STAND_INS: Final = dict(zip("█░▒▓▚▞▌▄▀▐▙▜▟▖▘▛▗▝▁▂▃▅▆▇→–−×÷…│┃▼", "#.:%/\\|=^]LJTo'&,`_.-+*%>--x/~||v", strict=True))
+"""For terminals that lack what bars, charts and sentences are drawn with: one character for one, so columns stay."""
+
+
+def _stand_in(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_STAND_INS.get(character, "?") for character in error.object[error.start : error.end]), error.end
+
+
 def _print(content: files.Content) -> None:
     """Print to stdout. A reader that has gone away (``| head``) raises `BrokenPipeError`, now and not at exit."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
@@ -179,7 +189,8 @@ def _print(content: files.Content) -> None:
             sys.stdout.buffer.write(content)
         else:
             pieces = (content,) if isinstance(content, str) else content
-            sys.stdout.writelines(piece.encode(encoding, "replace").decode(encoding) for piece in pieces)
+            codecs.register_error("memsize", _stand_in)
+            sys.stdout.writelines(piece.encode(encoding, "memsize").decode(encoding) for piece in pieces)
         sys.stdout.flush()
     except OSError as error:
         # Python flushes stdout once more when it ends, and would complain then.

@@ -101,6 +101,11 @@ class Document(ABC, Generic[A]):
         """The first `MOST_SENTENCES` findings; of some documents only those that have a brief form."""
         return tuple(finding for finding in self.findings if finding.brief or not self.only_brief)[:MOST_SENTENCES]
 
+    @property
+    def first_sentences(self) -> int:
+        """How many findings of the verdict are on every screen, however low."""
+        return 1
+
     def reasons(self, title: str = WHY) -> tuple[Section, ...]:
         """A section with all findings in full; nothing if the verdict already shows each of them in full."""
         codes = {finding.code for finding in self.verdict() if not finding.brief}
@@ -119,18 +124,25 @@ class Document(ABC, Generic[A]):
         without the last ones, and of a table without its last rows and its remarks.
         """
         if isinstance(section, Verdict):
-            yield from (Verdict(section.findings[:count]) for count in range(len(section.findings) - 1, 0, -1))
+            counts = range(len(section.findings) - 1, self.first_sentences - 1, -1)
+            yield from (Verdict(section.findings[:count]) for count in counts)
+        if isinstance(section, Findings):
+            counts = range(len(section.findings) - 1, 0, -1)
+            yield from (replace(section, findings=section.findings[:count]) for count in counts)
         if isinstance(section, Bars):
             yield from (replace(section, bars=section.bars[:count]) for count in range(len(section.bars) - 1, 1, -1))
         if isinstance(section, Table):
             yield replace(section, hint="")
-        if isinstance(section, Table) and not section.total:
             counts = range(min(len(section.rows) - 2, MOST_SHORT_ROWS), 1, -1)
             yield from (replace(section.first(count), remarks=(), hint="") for count in counts)
 
     def main_table(self) -> str:
         """The name of the table that belongs to the first screen: by default of the first one, if there is any."""
         return next((section.name for section in self.sections() if isinstance(section, Table)), "")
+
+    def is_verdict(self, section: Section) -> bool:
+        """Whether `section` answers the question, and is on every screen."""
+        return isinstance(section, Verdict)
 
     def opening(self) -> tuple[Section, ...]:
         """The verdict and the bars, without the ones that are empty."""

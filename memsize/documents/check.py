@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from memsize.documents import Case, Document, values_of
 from memsize.documents.sections import Bar, Bars, Findings, Limit, Notes, Part, Section, Table, Title
@@ -15,10 +15,10 @@ from memsize.records.finding import SEVERITIES
 
 SCHEMA: Final = "memsize.check/1"
 MOST_FIGURES: Final = 8
-"""The most sizes that are drawn; sizes that break a limit or their baseline come first."""
+"""The most figures that are drawn."""
+_WRITTEN: Final = "Baselines written"
 _PARTS: Final = (
-    Part("baseline", "baseline", "buffer"),
-    Part("value", "now", "parameter"),
+    Part("value", "within the limit", "parameter"),
     Part("over", "over the limit", "gradient"),
 )
 
@@ -40,25 +40,27 @@ class CheckDocument(Document[Check]):
         return (
             Title(verdict, ((check.project,),)),
             *(section for model in check.models for section in _model_sections(model)),
-            *([bars] if (bars := self.bars()).bars else []),
+            *self.opening(),
             *([table] if rows else []),
-            *listed("Baselines written", check.written),
+            *listed(_WRITTEN, check.written),
         )
 
+    def is_verdict(self, section: Section) -> bool:
+        return isinstance(section, Findings | Notes) and section.title != _WRITTEN
+
     def bars(self) -> Bars:
-        """A bar for each size, below that of its baseline if it changed. If all sizes have one limit, it is drawn."""
-        shown = sorted(_sizes(self.answer), key=lambda size: size.holds)[:MOST_FIGURES]
-        several = len({size.target for size in shown}) > 1
+        """A bar for each figure in per cent of its limit, or of what its baseline allows; the ones above it first."""
+        several = len(self.answer.models) > 1
         bars: list[Bar] = []
-        for size in shown:
-            of = f" of {size.target}" if several else ""
-            if size.baseline not in (None, size.value):
-                bars.append(Bar((Label(f"{size.name}{of}, was"),), (size.baseline, 0, 0)))
-            within = size.value if size.limit is None else min(size.value, size.limit)
-            bars.append(Bar((Label(f"{size.name}{of}"),), (0, within, size.value - within)))
-        limits = {size.limit for size in shown}
-        limit = limits.pop() if len(limits) == 1 else None
-        return Bars("sizes", _PARTS, tuple(bars), None if limit is None else Limit("limit", limit))
+        for model in self.answer.models:
+            for figure in model.figures:
+                most = figure.limit if figure.baseline is None else figure.allowed
+                if most and figure.value is not None and figure.unit != "samples":
+                    share = -(-100 * figure.value // most)  # rounded up, so that more than the limit is more than 100 %
+                    label = Label(f"{figure.case} of {model.name}" if several else figure.case)
+                    bars.append(Bar((label,), (min(share, 100), max(share - 100, 0))))
+        shown = sorted(bars, key=lambda bar: -bar.total)[:MOST_FIGURES]
+        return Bars("figures in % of their limits", _PARTS, tuple(shown), Limit("limit", 100), kind="percent")
 
     def figures(self, unit: str) -> dict[str, Any]:
         check, fields = self.answer, FIGURE_FIELDS.without("target")
@@ -83,28 +85,6 @@ class CheckDocument(Document[Check]):
 
     def cases(self, unit: str) -> tuple[Case, ...]:
         return tuple(case for model in self.answer.models for case in _cases(model, unit))
-
-
-class _Size(NamedTuple):
-    """One checked size of a target, with its limit and its baseline; `holds` if neither is broken."""
-
-    target: str
-    name: str
-    value: int
-    limit: int | None
-    baseline: int | None
-    holds: bool
-
-
-def _sizes(check: Check) -> Iterator[_Size]:
-    for model in check.models:
-        sizes = [figure for figure in model.figures if figure.unit == "bytes"]  # parameters are counted too
-        for name in dict.fromkeys(figure.name for figure in sizes):
-            figures = [figure for figure in sizes if figure.name == name]
-            limit = next((figure.limit for figure in figures if figure.limit is not None), None)
-            baseline = next((figure.baseline for figure in figures if figure.baseline is not None), None)
-            if (value := figures[0].value) is not None:
-                yield _Size(model.name, name, value, limit, baseline, all(figure.holds for figure in figures))
 
 
 def _counted(count: int, word: str) -> str:

@@ -47,7 +47,7 @@ MOST_ROWS: Final = 40
 _PARTS: Final = (
     role_part("parameter"),
     role_part("buffer"),
-    Part("attribute", "not registered", "buffer"),
+    Part("attribute", "not registered", "elsewhere"),
     Part("kept", "kept for backward", "activation"),
 )
 

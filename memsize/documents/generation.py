@@ -51,6 +51,12 @@ class GenerationDocument(Document[GenerationReport]):
             *listed("Notes", report.notes),
         )
 
+    @property
+    def first_sentences(self) -> int:
+        """Up to the reason why a scenario that was asked for changes little, if there is one."""
+        codes = [finding.code for finding in self.verdict()]
+        return codes.index("quantization-leaves-most") + 1 if "quantization-leaves-most" in codes else 1
+
     def _cache_tables(self) -> Iterator[Table]:
         """The layers of one sequence's KV cache, for each prompt of the first scenario that has a cache."""
         cached = [row for row in self.answer.ran if row.layers]

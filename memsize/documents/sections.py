@@ -83,13 +83,13 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Bars to compare at a glance. `title` says what they measure: bytes, or counts of something."""
+    """Bars to compare at a glance. `title` says what they measure: bytes, counts of something, or per cent."""
 
     title: str
     parts: tuple[Part, ...]
     bars: tuple[Bar, ...]
     limit: Limit | None = None
-    kind: Literal["bytes", "count"] = "bytes"
+    kind: Literal["bytes", "count", "percent"] = "bytes"
 
     @classmethod
     def of(cls, title: str, parts: Iterable[Part], rows: Iterable[tuple[Label, Mapping[str, int]]]) -> Bars:
@@ -190,9 +190,12 @@ class Table:
         )
 
     def first(self, count: int) -> Table:
-        """The table with its first `count` rows, and a row that counts the others."""
-        more = (Label(f"{len(self.rows) - count:,} more"), *(None for _ in self.columns[1:]))
-        return replace(self, rows=(*self.rows[:count], more))
+        """The table with its first `count` rows, and a row that counts the others, with what they add to the total."""
+        shown, rest = self.rows[:count], list[Cell]()
+        for whole, *cells in zip(self.total or (None,) * len(self.columns), *shown, strict=True):
+            sizes = (cell for cell in cells if isinstance(cell, int))
+            rest.append(type(whole)(whole - sum(sizes)) if isinstance(whole, int) else None)
+        return replace(self, rows=(*shown, (Label(f"{len(self.rows) - count:,} more"), *rest[1:])))
 
     def usual(self) -> Table:
         """The table without optional columns that nobody chose."""

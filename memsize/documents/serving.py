@@ -47,6 +47,9 @@ class ServingDocument(Document[ServingReport]):
             *listed("Notes", report.notes),
         )
 
+    def main_table(self) -> str:
+        return "remedies" if self.answer.remedied else super().main_table()
+
     def bars(self) -> Bars:
         rows = []
         for row in self.answer.ran:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 
 class RoleTitle(NamedTuple):
-    """The presentation of a role: the plural noun for its bytes, and their colour on light and on dark pages.
+    """The presentation of a role: the plural noun for its bytes, their colour on light and on dark pages, and the
+    `mark` of which bars without colours are made: the densest for what models have most of.
 
     `size` says what decides how many bytes there are: the parameters (one copy of them, or several), the model alone,
     or also its input.
@@ -21,31 +22,32 @@ class RoleTitle(NamedTuple):
 
     noun: str
     colour: str
+    mark: str
     size: Literal["parameters", "model", "input"] = "input"
 
 
 TITLES: Final[dict[str, RoleTitle]] = {
-    "parameter": RoleTitle("parameters", "#1f7fe8", "parameters"),
-    "buffer": RoleTitle("buffers", "#4d7695", "model"),
-    "master weight": RoleTitle("master weights", "#3e4d9a", "parameters"),
-    "optimizer state": RoleTitle("optimizer state", "#52bca4", "parameters"),
-    "KV cache": RoleTitle("KV cache", "#780c48"),
-    "workspace": RoleTitle("workspaces", "#cfd2d6", "model"),
-    "gradient": RoleTitle("gradients", "#b02319", "parameters"),
-    "gathered parameter": RoleTitle("gathered parameters", "#7800d8", "model"),
-    "unsharded gradient": RoleTitle("unsharded gradients", "#8a425a", "model"),
-    "input": RoleTitle("inputs", "#a57155"),
-    "activation": RoleTitle("activations", "#e08b2e"),
-    "cast copy": RoleTitle("cast copies", "#e4bf21"),
-    "communication": RoleTitle("communication buffers", "#db31c0", "model"),
-    "output": RoleTitle("outputs", "#c38de6"),
-    "temporary": RoleTitle("temporaries", "#8fd48a"),
+    "parameter": RoleTitle("parameters", "#1f7fe8", "█", "parameters"),
+    "buffer": RoleTitle("buffers", "#4d7695", "▀", "model"),
+    "master weight": RoleTitle("master weights", "#3e4d9a", "▐", "parameters"),
+    "optimizer state": RoleTitle("optimizer state", "#52bca4", "░", "parameters"),
+    "KV cache": RoleTitle("KV cache", "#780c48", "▞"),
+    "workspace": RoleTitle("workspaces", "#cfd2d6", "▄", "model"),
+    "gradient": RoleTitle("gradients", "#b02319", "▓", "parameters"),
+    "gathered parameter": RoleTitle("gathered parameters", "#7800d8", "▙", "model"),
+    "unsharded gradient": RoleTitle("unsharded gradients", "#8a425a", "▜", "model"),
+    "input": RoleTitle("inputs", "#a57155", "▘"),
+    "activation": RoleTitle("activations", "#e08b2e", "▒"),
+    "cast copy": RoleTitle("cast copies", "#e4bf21", "▚"),
+    "communication": RoleTitle("communication buffers", "#db31c0", "▟", "model"),
+    "output": RoleTitle("outputs", "#c38de6", "▖"),
+    "temporary": RoleTitle("temporaries", "#8fd48a", "▌"),
 }
 
 UNKNOWN: Final[dict[str, RoleTitle]] = {
-    "backward": RoleTitle("gradients or temporaries", "#ff92c5"),
-    "earlier": RoleTitle("older than the history", "#8f8c90"),
-    "elsewhere": RoleTitle("unknown use", "#4a4650"),
+    "backward": RoleTitle("gradients or temporaries", "#ff92c5", "▛"),
+    "earlier": RoleTitle("older than the history", "#8f8c90", "▗"),
+    "elsewhere": RoleTitle("unknown use", "#4a4650", "▝"),
 }
 """Categories of blocks of a snapshot whose role is not known: those of a backward that had not ended; those that were
 made before the history begins; and those made at lines that tell nothing of their use.
@@ -80,6 +82,11 @@ def noun(role: str) -> str:
 def colour(role: str) -> str:
     """Return the colour of a role, or of a key of `UNKNOWN`."""
     return (TITLES.get(role) or UNKNOWN[role]).colour
+
+
+def mark(role: str) -> str:
+    """Return the character of which bars are made for a role, or for a key of `UNKNOWN`."""
+    return (TITLES.get(role) or UNKNOWN[role]).mark
 
 
 def in_order(roles: Iterable[Role]) -> list[Role]:

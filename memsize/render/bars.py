@@ -14,7 +14,7 @@ from memsize.documents.sections import Bar, Bars, Limit, Part
 from memsize.printable import printable
 from memsize.records import roles
 from memsize.render import aligned
-from memsize.render.cell_text import draw_bytes, draw_cell, shorten
+from memsize.render.cell_text import draw_bytes, draw_cell, shorten, wrapped
 from memsize.units import Unit, format_bytes, unit_for
 
 WIDTH: Final = 100
@@ -24,8 +24,7 @@ LEAST: Final = 10
 _END: Final = 8
 """How many letters of a longer name's end are kept."""
 _GAP: Final = "  "
-_MARKS: Final = "█░▒▓▚▞▖▘▄▀▌▐▙▜▟"
-"""One for each role: without colours nothing else tells parts apart."""
+_FULL: Final = "█"
 _LIMIT: Final = "┃"
 _SPLINTERS: Final = 50
 """Parts below this fraction of the longest bar share a mark."""
@@ -36,7 +35,7 @@ _REACH: Final = 2
 def lines(bars: Bars, unit_name: str, width: int | None = None, *, colour: bool = False) -> Iterator[Text]:
     """Draw `bars` in at most `width` characters if possible, with bytes in the unit called `unit_name`.
 
-    Marks distinguish the parts, or with `colour` the colours of their roles.
+    The marks of their roles distinguish the parts, or with `colour` the colours.
     """
     bars, width, scale = _lumped(bars), width or WIDTH, longest_drawn(bars)
     unit = unit_for(scale, unit_name)
@@ -45,9 +44,9 @@ def lines(bars: Bars, unit_name: str, width: int | None = None, *, colour: bool 
     room = max(width - left - right - 2 * len(_GAP), LEAST)
     lengths = [_lengths(bar, scale, room) for bar in bars.bars]
     drawn = [position for position in range(len(bars.parts)) if any(bar[position] for bar in lengths)]
-    marks = _MARKS[:1] if colour or _is_plain(bars) else _MARKS
-    inks = {position: marks[count % len(marks)] for count, position in enumerate(drawn)}
-    yield Text(_title(bars, unit, unit_name), "bold")
+    is_plain = colour or _is_plain(bars)
+    inks = {position: _FULL if is_plain else roles.mark(bars.parts[position].role) for position in drawn}
+    yield from wrapped(_title(bars, unit, unit_name), width, style="bold")
     for name, bar, total in zip(names, lengths, totals, strict=True):
         parts = ((inks[n] * bar[n], roles.colour(bars.parts[n].role)) for n in drawn)
         line = aligned(Text.assemble(*parts), room)
@@ -74,7 +73,7 @@ def longest_drawn(bars: Bars) -> int:
 
 def limit_text(bars: Bars, limit: Limit, unit_name: str) -> str:
     """The size of a limit, which may be far longer than the bars."""
-    return format_bytes(limit.size, unit_name) if bars.kind == "bytes" else f"{limit.size:,}"
+    return format_bytes(limit.size, unit_name) if bars.kind == "bytes" else draw_size(bars, limit.size, unit_for(0))
 
 
 def taken(bars: Bars, limit: Limit) -> str:
@@ -90,7 +89,7 @@ def _lumped(bars: Bars) -> Bars:
     if len(small) < 2 or _is_plain(bars):
         return bars
     large = [n for n in range(len(bars.parts)) if n not in small]
-    other = Part("other", "other", bars.parts[small[0]].role)
+    other = Part("other", "other", "elsewhere")
     merged = (
         replace(bar, sizes=(*(bar.sizes[n] for n in large), sum(bar.sizes[n] for n in small))) for bar in bars.bars
     )
@@ -100,15 +99,15 @@ def _lumped(bars: Bars) -> Bars:
 def _title(bars: Bars, unit: Unit, unit_name: str) -> str:
     """The quantity that the bars measure, its unit, and the limit beside it."""
     title = f"{bars.title}, {unit.name}" if bars.kind == "bytes" else bars.title
-    if bars.limit:
+    if bars.limit and bars.kind != "percent":
         title += f", and in % of {bars.limit.title} ({limit_text(bars, bars.limit, unit_name)})"
     return printable(title)
 
 
 def _ends(bars: Bars, bar: Bar, unit: Unit, width: int) -> tuple[str, str]:
     """The names before a bar, and the total behind it."""
-    total = _size(bars, bar.total, unit) or "0"
-    if bars.limit:
+    total = draw_size(bars, bar.total, unit)
+    if bars.limit and bars.kind != "percent":
         share = bar.total / bars.limit.size
         total += f"  {share:4.0%}" if share >= 0.0995 else f"  {share:4.1%}"
     return _names(bar, width // 3), total
@@ -127,11 +126,9 @@ def _names(bar: Bar, width: int) -> str:
     return names[0] if cell_len(names[0]) <= width else shorten(names[0], width - cell_len(end)) + end
 
 
-def _size(bars: Bars, size: int, unit: Unit) -> str:
-    """Format a size without its unit, which the title has; an empty text for 0."""
-    if not size:
-        return ""
-    return draw_bytes(size, unit) if bars.kind == "bytes" else f"{size:,}"
+def draw_size(bars: Bars, size: int, unit: Unit) -> str:
+    """Format a size without its unit, which the title has."""
+    return draw_bytes(size, unit) if bars.kind == "bytes" else f"{size:,}{'%' if bars.kind == 'percent' else ''}"
 
 
 def _lengths(bar: Bar, scale: int, room: int) -> list[int]:
@@ -152,7 +149,7 @@ def _key(bars: Bars, inks: dict[int, str], unit: Unit, width: int) -> Iterator[T
     line = Text()
     for position, ink in inks.items():
         part = bars.parts[position]
-        figure = f" {_size(bars, bars.bars[0].sizes[position], unit)}" if len(bars.bars) == 1 else ""
+        figure = f" {draw_size(bars, bars.bars[0].sizes[position], unit)}" if len(bars.bars) == 1 else ""
         entry = Text.assemble((ink, roles.colour(part.role)), f" {printable(part.title)}{figure}")
         if line and line.cell_len + len(_GAP) + entry.cell_len > width:
             yield line

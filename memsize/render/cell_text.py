@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rich.cells import cell_len, set_cell_size
+from rich.text import Text
 
 from memsize.documents import Document
 from memsize.documents.sections import Phrase, Strip, Title
 from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.fields import Cell, Change, Column, Label, Missing, Path, Share, Signed, Sized, Specs, Words
+from memsize.records.gpu import Interval
 from memsize.records.trace import Failure, TensorSpec
 from memsize.render import WHOLE, Screen
-from memsize.units import AUTO, Bytes, GiB, Unit, format_bytes, unit_for
-
-if TYPE_CHECKING:
-    pass
+from memsize.units import AUTO, Bytes, Unit, format_bytes, unit_for
 
 UNKNOWN = "–"
 MINUS = "−"
@@ -28,6 +28,9 @@ MODEL = "(model)"
 _LINE: Final = re.compile(r":\d+$")
 """The number of a line behind its file."""
 _CLAUSE: Final = re.compile(r"[;,:]? \(|[;,:] ")
+
+_SIZE: Final = re.compile(r"(?<=[\d,]) (?=[KMG]?i?B\b)|nvidia-smi [\d.,–]+( [KMG]iB)? of [\d.,]+")
+"""Spaces at which no line ends: before a unit, and within the figures of nvidia-smi."""
 
 LEFT = ("name", "text", "specs", "words")
 """The kinds of cell that stand at the left of their column; numbers stand at the right."""
@@ -117,36 +120,22 @@ def draw_phrase(phrase: Phrase, unit: str) -> str:
     )
 
 
-_MOST: Final = 10_000
-"""Figures of a strip are smaller than this."""
-
-
 def draw_strip(strip: Strip, unit: str) -> str:
-    """The peak of a run in all ways to count. A unit stands once behind figures that share it: those below 1 GiB
-    do, with that of the smallest, unless they would be large numbers of a small unit.
+    """The peak of a run in all ways to count, each figure in the unit that sentences have it in, the last in that of
+    the card. A unit stands once behind figures that share it.
     """
-    steps = [(f"{' → ' if number else ''}{name} ", [*sizes]) for number, (name, sizes) in enumerate(strip.amounts)]
+    names, amounts = [name for name, _ in strip.amounts], [sizes for _, sizes in strip.amounts]
+    units = [unit_for(max(sizes), unit) for sizes in amounts[:-1]]
+    units.append(unit_for(max(amounts[-1]), unit, beside=strip.card))
     if strip.card:
-        steps.append((" of ", [strip.card]))
-    counted = [max(sizes) for _, sizes in strip.amounts if any(sizes)]
-    most = max(counted, default=0)
-    shared = unit_for(min(counted, default=0), unit, beside=most)
-    parts = []
-    for name, sizes in steps:
-        is_small = max(sizes) < min(_MOST * shared.bytes, GiB)
-        own = shared if is_small else unit_for(max(sizes), unit, beside=most)
-        amounts = dict.fromkeys(_in_three_digits(size, own) for size in sizes)
-        parts.append((name, "–".join(amounts), own.name))
-    units = [own for _, _, own in parts]
-    return "".join(
-        f"{name}{amount}" + ("" if own == after else f" {own}")
-        for (name, amount, own), after in zip(parts, [*units[1:], ""], strict=True)
-    )
-
-
-def _in_three_digits(size: int, unit: Unit) -> str:
-    amount = size / unit.bytes
-    return draw_bytes(size, unit) if not unit.rounded or amount < 9.995 else f"{amount:,.{1 if amount < 99.95 else 0}f}"
+        names, amounts = [*names, "of"], [*amounts, Interval(strip.card, strip.card)]
+        units.append(unit_for(strip.card, unit))
+    parts: list[str] = []
+    for name, sizes, own, after in zip(names, amounts, units, [*units[1:], None], strict=True):
+        figures = "–".join(dict.fromkeys(draw_bytes(size, own) for size in sizes))
+        arrow = "→ " if parts and name != "of" else ""
+        parts.append(f"{arrow}{name} {figures}{'' if after and own.name == after.name else f' {own.name}'}")
+    return " ".join(parts)
 
 
 def draw_failure(failure: Failure) -> tuple[str, ...]:
@@ -160,6 +149,18 @@ def draw_failure(failure: Failure) -> tuple[str, ...]:
         "Below are the layers up to there. Outputs and bytes kept for backward are counted until the failure; stored "
         "bytes are complete.",
     )
+
+
+def wrapped(text: str, width: int | None, first: str = "", rest: str = "", style: str = "") -> list[Text]:
+    """`text` in lines of at most `width` columns, the `first` and the `rest` indented so."""
+    text = printable(text)
+    if width is None:
+        return [Text(first + text, style)]
+    together = _SIZE.sub(lambda match: match[0].replace(" ", "\xa0"), text)
+    lines = textwrap.wrap(
+        together, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+    return [Text(line.replace("\xa0", " "), style) for line in lines]
 
 
 def shorten(text: str, width: int) -> str:

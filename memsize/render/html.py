@@ -41,7 +41,7 @@ from memsize.records.roles import ROLES, UNKNOWN, Role, colour, noun
 from memsize.records.timeline import Timeline, to_data
 from memsize.records.trace import Storage
 from memsize.render import WHOLE, Screen, bars, markdown, plot
-from memsize.render.cell_text import LEFT, draw_bytes, draw_cell, draw_failure, draw_phrase, draw_phrases
+from memsize.render.cell_text import LEFT, draw_cell, draw_failure, draw_phrase, draw_phrases
 from memsize.render.plot import Frame, round_ticks, ticks
 from memsize.units import Bytes, Unit, format_bytes, unit_for
 from memsize.version import VERSION
@@ -208,7 +208,7 @@ def _bars(section: Bars, unit_name: str) -> SimpleNamespace:
             SimpleNamespace(
                 labels=bar.labels,
                 pieces=list(_pieces(section, bar, scale, unit)),
-                total=_size(section, bar.total, unit),
+                total=bars.draw_size(section, bar.total, unit),
             )
             for bar in section.bars
         ],
@@ -221,12 +221,8 @@ def _bars(section: Bars, unit_name: str) -> SimpleNamespace:
 def _pieces(section: Bars, bar: Bar, scale: int, unit: Unit) -> Iterator[SimpleNamespace]:
     for part, size in zip(section.parts, bar.sizes, strict=True):
         if size:
-            title = f"{part.title} {_size(section, size, unit)}"
+            title = f"{part.title} {bars.draw_size(section, size, unit)}"
             yield SimpleNamespace(width=round(100 * size / scale, 2), role=part.role, title=title)
-
-
-def _size(section: Bars, size: int, unit: Unit) -> str:
-    return draw_bytes(size, unit) if section.kind == "bytes" else f"{size:,}"
 
 
 # -- cells: each is drawn only once, since scenarios repeat most of each other's rows ----------------------------------

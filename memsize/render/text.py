@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from memsize.render.cell_text import (
     shorten,
     shorten_path,
     shorten_text,
+    wrapped,
 )
 from memsize.units import Unit
 
@@ -57,9 +57,6 @@ _GRID: Final = TableFormat(
     None, Line("", "-", _GAP, ""), None, None, DataRow("", _GAP, ""), DataRow("", _GAP, ""), 0, None
 )
 """Columns with a gap between them, and rules of hyphens."""
-
-_SIZE: Final = re.compile(r"(?<=\d) (?=[KMG]?i?B\b)|nvidia-smi [\d.,–]+( [KMG]iB)? of [\d.,]+")
-"""Spaces at which no line ends: before a unit, and within the figures of nvidia-smi."""
 
 LEAST = {"name": 18, "text": 12, "specs": 20, "words": 14}
 """How far a column of texts may be shortened before a column is left out instead."""
@@ -100,7 +97,7 @@ def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) 
     room = height - _BESIDE
     if sum(len(block) + 1 for block in whole) - 1 <= room:
         return whole
-    ranks = [_rank(section, main) for section in sections]
+    ranks = [1 if document.is_verdict(section) else _rank(section, main) for section in sections]
     reserved = {n: len(whole[n]) if rank == 2 else min(len(whole[n]), _SHORT_TABLE) for n, rank in enumerate(ranks)}
     room -= len(_more(sections, screen))
     blocks: dict[int, list[Text]] = {}
@@ -140,12 +137,10 @@ def _shorter(document: Document[Any], section: Section, unit: str, screen: Scree
 
 
 def _rank(section: Section, main: str) -> int:
-    """The importance of a section on a screen without room for all; 0 is the highest."""
+    """The importance of a section on a screen without room for all; 0 is the highest, and 1 that of a verdict."""
     match section:
         case Title() | Stop():
             return 0
-        case Verdict():
-            return 1
         case Bars() | Chart():
             return 2
         case Table() if section.name == main:
@@ -171,7 +166,7 @@ def _more(left_out: Sequence[Section], screen: Screen) -> list[Text]:
         text = f"Not shown (--full): {', '.join(names[:count])}{more}"
         if screen.width is None or len(text) <= screen.width:
             break
-    return _wrapped(text, screen.width, style="dim")
+    return wrapped(text, screen.width, style="dim")
 
 
 def _block(section: Section, unit: str, screen: Screen) -> Iterator[Text]:
@@ -181,27 +176,27 @@ def _block(section: Section, unit: str, screen: Screen) -> Iterator[Text]:
             yield from _heading(printable(section.name), draw_phrases(section, unit), width)
         case Verdict():
             for finding in section.findings:
-                yield from _wrapped(finding.in_brief(unit), width, style="bold red" if finding.code in _ALARMS else "")
+                yield from wrapped(finding.in_brief(unit), width, style="bold red" if finding.code in _ALARMS else "")
         case Bars():
             yield from bars.lines(section, unit, width, colour=screen.colour)
         case Chart():
             yield from chart.lines(section.timeline, unit, width)
         case Stop():
             first, reason, reading = draw_failure(section.failure)
-            yield from _wrapped(first, width)
-            yield from (line for part in reason.splitlines() for line in _wrapped(part.strip(), width, "  ", "    "))
-            yield from _wrapped(reading, width)
+            yield from wrapped(first, width)
+            yield from (line for part in reason.splitlines() for line in wrapped(part.strip(), width, "  ", "    "))
+            yield from wrapped(reading, width)
         case Table():
             yield from _table(section, unit, width)
         case Findings():
             yield Text(section.title, "bold")
             for number, finding in enumerate(section.findings, 1):
                 bullet = f"{number:>2}. "
-                yield from _wrapped(finding.text(unit), width, bullet, " " * len(bullet))
+                yield from wrapped(finding.text(unit), width, bullet, " " * len(bullet))
         case Notes():
             yield Text(section.title, "bold")
             for line in section.lines:
-                yield from _wrapped(line, width, "  - ", "    ")
+                yield from wrapped(line, width, "  - ", "    ")
 
 
 def _heading(name: str, parts: Sequence[str], width: int | None) -> Iterator[Text]:
@@ -212,20 +207,9 @@ def _heading(name: str, parts: Sequence[str], width: int | None) -> Iterator[Tex
             texts[-1] += f"   {part}"
         else:
             texts.append(f"  {part}" if width is None or len(part) + 2 <= width else part)
-    first, *others = (line for text in texts for line in _wrapped(text, width, "", "    "))
+    first, *others = (line for text in texts for line in wrapped(text, width, "", "    "))
     first.stylize("bold", 0, len(name))
     yield from (first, *others)
-
-
-def _wrapped(text: str, width: int | None, first: str = "", rest: str = "", style: str = "") -> list[Text]:
-    text = printable(text)
-    if width is None:
-        return [Text(first + text, style)]
-    together = _SIZE.sub(lambda match: match[0].replace(" ", "\xa0"), text)
-    wrapped = textwrap.wrap(
-        together, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-    )
-    return [Text(line.replace("\xa0", " "), style) for line in wrapped]
 
 
 @dataclass(frozen=True)
@@ -268,15 +252,15 @@ class _Drawn:
 def _table(table: Table, unit: str, width: int | None) -> Iterator[Text]:
     table = table.usual()
     if table.caption:
-        yield Text(printable(table.caption), "bold")
+        yield from wrapped(table.caption, width, style="bold")
     drawn = [_Drawn.of(table, position, own_unit) for position, own_unit in enumerate(table.units(unit))]
     columns_shown = drawn if width is None else _fit(drawn, width, table.chosen)
     for line in _grid(columns_shown, table.total is not None):
         yield Text(line, "" if line.strip("- ") else "dim")
     if table.hint and (left_out := _left_out(drawn, columns_shown)):
-        yield from _wrapped(f"Hidden at this width: {left_out}. {table.hint}", width)
+        yield from wrapped(f"Hidden at this width: {left_out}. {table.hint}", width)
     for remark in table.remarks:
-        yield from _wrapped(f"{remark.row}: {remark.status}: {remark.text}", width, "", "  ")
+        yield from wrapped(f"{remark.row}: {remark.status}: {remark.text}", width, "", "  ")
 
 
 def _title(column: Column, unit: Unit, body: Sequence[str], total: str) -> tuple[str, ...]:
