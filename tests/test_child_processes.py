@@ -41,7 +41,8 @@ def test_a_process_that_runs_python_has_the_gpu_and_says_what_it_took(folder: Pa
     """64 × 1024 × 1024 × 4 B = 256 MiB, which the allocator has in one segment; the script itself has 4 MiB."""
     (folder / "child.py").write_text(
         CHILD + "with open('log.txt', 'a') as log:\n    log.write('more')\n"
-        "import os\ntry:\n    os.open('old.txt', os.O_WRONLY)\nexcept PermissionError:\n    print(torch.cuda.memory_allocated())\n",
+        "import os\ntry:\n    os.open('old.txt', os.O_WRONLY)\n"
+        "except PermissionError:\n    print(torch.cuda.memory_allocated())\n",
         encoding="utf-8",
     )
     answer = run(

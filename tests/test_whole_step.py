@@ -57,7 +57,7 @@ def test_the_batch_that_is_named_fits_and_the_next_does_not(script: Path) -> Non
 
 
 def test_the_batch_that_is_named_is_that_of_fit(script: Path) -> None:
-    """A run refuses what can't fit beside the least that CUDA takes; what fits does beside the most, in both answers."""
+    """A run refuses what can't fit beside the least that CUDA takes; what fits does so beside the most."""
     fit = memsize.fit_script(script, ("--batch-size", "4096"), vary="batch-size", gpu="t4", steps=2)
     (script.parent / "log.txt").unlink()
     run = memsize.run(script, ("--batch-size", "400000"), gpu="t4", steps=2)

@@ -57,7 +57,7 @@ def with_whole_steps(
         steps = max((step or 0 for phase, step in phases if phase == "optimizer"), default=0)
         whole = WholeSteps(steps, footprint.needs(run.capacity))
         if varied is not None and varied.value > 1:
-            # A run refuses what certainly doesn't fit, beside the least that CUDA takes: what fits does beside the most.
+            # A run refuses what can't fit beside the least that CUDA takes; what fits does so beside the most.
             capacity = min(run.capacity, budget_of(run.card, script.settings.stack).allocator)
             whole = whole._replace(batch=_batch(capacity, varied, footprint, measure))
     except (ForwardError, InputError, KeyboardInterrupt):

@@ -2,9 +2,10 @@
 with ``--offline``: connections to other machines are refused.
 
 What the program writes to a file that was there, such as its log, goes to a copy, which the program reads from then on.
-Python announces to audit hooks what changes a file otherwise, and connections: those raise an error. This module does not need torch: processes that a program starts are guarded too,
-whatever they import. This machine's own addresses and sockets of files stay open: launchers and data loaders use them.
-Hugging Face's libraries are switched to what they have on disk, which they look for at once then.
+Python announces to audit hooks what changes a file otherwise, and connections: those raise an error. This module does
+not need torch: processes that a program starts are guarded too, whatever they import. This machine's own addresses and
+sockets of files stay open: launchers and data loaders use them. Hugging Face's libraries are switched to what they have
+on disk, which they look for at once then.
 
 Known limit: what opens files in C, such as HDF5 and LMDB, announces nothing.
 """
