@@ -10,6 +10,7 @@ from memsize.device.allocation_events import (
     requests as requests,
     variants as variants,
 )
+from memsize.device.allocator_config import IGNORED as IGNORED, settings_in as settings_in
 from memsize.device.budget import (
     budget_of as budget_of,
     budgets as budgets,
@@ -40,3 +41,4 @@ from memsize.device.replay import (
 )
 from memsize.records.gpu import Card as Card, Interval as Interval
 from memsize.spec.stack import Stack as Stack
+from memsize.tracing.ddp import Buckets as Buckets

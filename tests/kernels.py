@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from memsize.cuda import autocast as autocast
+from memsize.cuda import autocast as autocast, encoder as encoder
+from memsize.cuda.attention_backend import Attention as Attention, choose_backend as choose_backend
 from memsize.cuda.autocast import autocast_region as autocast_region
 from memsize.cuda.cuda_semantics import cuda_semantics as cuda_semantics
+from memsize.cuda.kernel_choice import takes_cudnn as takes_cudnn
 from memsize.kernels import (
     convolution as convolution,
     kernel_copies as kernel_copies,
@@ -14,7 +16,14 @@ from memsize.kernels import (
     rules,
     strides as strides,
 )
+from memsize.kernels.attention import (
+    UNCOMPILED_FLEX as UNCOMPILED_FLEX,
+    accumulators as accumulators,
+    flex_gradients as flex_gradients,
+    flex_outputs as flex_outputs,
+)
 from memsize.kernels.convolution import ConvolutionWorkspaces as ConvolutionWorkspaces
+from memsize.kernels.cudnn.backend import CudnnError as CudnnError
 from memsize.kernels.cudnn.plans import (
     OLDEST as OLDEST,
     Convolution as Convolution,
@@ -23,6 +32,7 @@ from memsize.kernels.cudnn.plans import (
     Plans as Plans,
     estimate as estimate,
 )
+from memsize.kernels.matmul import CUBLAS as CUBLAS, CUBLASLT as CUBLASLT, takes_cublaslt as takes_cublaslt
 from memsize.kernels.registry import (
     SPARSE_RULES as SPARSE_RULES,
     SPARSE_TABLE as SPARSE_TABLE,
@@ -32,8 +42,15 @@ from memsize.kernels.registry import (
     shape_rule as shape_rule,
     sparse_rule as sparse_rule,
 )
+from memsize.kernels.rnn import (
+    Batch as Batch,
+    Net as Net,
+    reserve_bytes as reserve_bytes,
+    weight_elements as weight_elements,
+)
+from memsize.kernels.semantics import current as current
 from memsize.kernels.strides import permuted as permuted
-from memsize.torch_internals.meta import MetaMemo as MetaMemo
+from memsize.torch_internals.meta import KEY as KEY, MetaMemo as MetaMemo, suspended as suspended
 from memsize.torch_internals.sparse_tensors import (
     in_coordinates as in_coordinates,
     zeros_in_coordinates as zeros_in_coordinates,

@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memsize.cli.click_options import request_of as request_of
 from memsize.loading import (
     LoadedModel as LoadedModel,
     Target as Target,
+    hubs as hubs,
     load as load,
     load_inputs as load_inputs,
     load_loop as load_loop,
     parse_target as parse_target,
     targets_of as targets_of,
 )
+from memsize.loading.library_imports import matching_release as matching_release
+from memsize.loading.presets import presets as presets
 from memsize.model.input_tensors import (
     cast_floating as cast_floating,
     inputs_from_data as inputs_from_data,
@@ -44,6 +48,7 @@ from memsize.precision.recipes import (
     apply_scenario as apply_scenario,
     floating_dtype as floating_dtype,
 )
+from memsize.spec import file_requests as file_requests
 from memsize.spec.inputs import (
     DTYPES as DTYPES,
     InputRequest as InputRequest,
@@ -55,6 +60,7 @@ from memsize.spec.model_request import call_of as call_of, parse_arguments as pa
 from memsize.spec.options import Option as Option, keywords_of as keywords_of, options_of as options_of
 from memsize.spec.project import (
     LIMITS as LIMITS,
+    MODEL_KEYS as MODEL_KEYS,
     Bound as Bound,
     Growth as Growth,
     find_project as find_project,
@@ -69,6 +75,7 @@ from memsize.spec.training import OPTIMIZERS as OPTIMIZERS, parse_optimizer as p
 from memsize.torch_internals.pytree import map_tensors as map_tensors, tensors_in as tensors_in
 from memsize.tracing.dispatch import MetaDispatchMode as MetaDispatchMode
 from memsize.tracing.ledger import Ledger as Ledger, Workspaces as Workspaces
+from memsize.tracing.saved_tensors import saving as saving
 
 
 class Toy(nn.Module):

@@ -12,6 +12,8 @@ from pathlib import Path
 from memsize.documents import document
 from memsize.documents.sections import Table
 from memsize.records.answer import Renderable
+from memsize.render import bars as bars, figures as figures, html as html, plot as plot
+from memsize.render.html import LIBRARIES as LIBRARIES, SCRIPTS as SCRIPTS, _bars as _bars, script as script
 
 GOLDEN = Path(__file__).parent / "golden"
 MARKS = "[█░▒▓▀▐▞▄▙▜▘▚▟▖▌▛▗▝]"

@@ -21,6 +21,9 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
+from memsize import interrupt as interrupt
+from memsize.cli import output as output
+from memsize.cli.output import Color as Color, destination as destination
 from memsize.cli.working import (
     Progress as Progress,
     Session as Session,
@@ -28,7 +31,11 @@ from memsize.cli.working import (
     remaining as remaining,
     stdout_to_stderr as stdout_to_stderr,
 )
+from memsize.processes import ctrl_c as ctrl_c
+from memsize.processes.patches import Patches as Patches, SuspendablePatches as SuspendablePatches
+from memsize.processes.rank_processes import RankConnection as RankConnection, connected as connected, opened as opened
 from memsize.processes.simulation import current as current, open_simulation as open_simulation, running as running
+from memsize.processes.spread import Died as Died, spread as spread
 from memsize.processes.workers import Workers as Workers, can_fork as can_fork, side_by_side as side_by_side
 from memsize.torch_internals.isolation import isolated as isolated, settings_kept as settings_kept
 

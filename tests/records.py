@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any
 
+from memsize.analysis.matching import matched as matched
 from memsize.records import run_file as run_file
 from memsize.records.aggregates import (
     Row as Row,
@@ -26,8 +27,17 @@ from memsize.records.byte_ownership import (
     own_bytes as own_bytes,
     strided_extent as strided_extent,
 )
-from memsize.records.check import CheckedModel as CheckedModel, Figure as Figure, Problem as Problem
+from memsize.records.check import (
+    Baseline as Baseline,
+    CheckedModel as CheckedModel,
+    Figure as Figure,
+    LayerFigures as LayerFigures,
+    Problem as Problem,
+    read_baselines as read_baselines,
+    write_baselines as write_baselines,
+)
 from memsize.records.codec import coder as coder
+from memsize.records.columns import Columns as Columns, in_columns as in_columns, numbers as numbers, places as places
 from memsize.records.comparison import Change as Change, Comparison, LayerChange as LayerChange
 from memsize.records.fields import (
     Cell as Cell,
@@ -110,7 +120,7 @@ from memsize.records.run_file import (
     write_run as write_run,
 )
 from memsize.records.serving import Concurrency as Concurrency
-from memsize.records.sweep import Outcome as Outcome, SweepRow as SweepRow
+from memsize.records.sweep import Outcome as Outcome, SweepRow as SweepRow, results_file as results_file
 from memsize.records.timeline import (
     PeakMoment as PeakMoment,
     Phase as Phase,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from memsize import AllocatorConfig
-from memsize.device.allocator_config import IGNORED, settings_in
 from memsize.errors import InputError
+from tests.gpus import IGNORED, settings_in
 
 MiB = 1 << 20
 SYMBOL = "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig24roundup_power2_divisionsEm"

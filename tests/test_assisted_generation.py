@@ -17,12 +17,12 @@ import memsize
 from memsize import Generation, GenerationReport, ModelRequest
 from memsize.cli import run
 from memsize.errors import InputError
-from memsize.spec.generation import Draft
 from tests.gpus import card
 from tests.known_values import set_constant, set_filled
 from tests.models import scenario_named
 from tests.test_generation import HEAD, SMALL, TOKEN, traced_whole
 from tests.workloads import (
+    Draft,
     Generator,
     Runner,
     Sample,

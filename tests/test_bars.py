@@ -11,8 +11,9 @@ from hypothesis import given, strategies as st
 from rich.text import Text
 
 from memsize.documents.sections import Bar, Bars, Limit, Part
-from memsize.render import bars as drawing, painted
+from memsize.render import painted
 from memsize.units import AUTO, GiB, MiB
+from tests.pages import bars as drawing
 from tests.records import ROLES, Label
 
 TWO = Bars(

@@ -17,11 +17,10 @@ from memsize.cli import run
 from memsize.documents import document
 from memsize.documents.sections import Limit
 from memsize.errors import InputError, MemsizeError, OutputError
-from memsize.records.check import Baseline, LayerFigures, read_baselines, write_baselines
 from memsize.render import render
 from memsize.units import Bytes
 from tests.models import LIMITS, Bound, Growth, find_project, parse_limits, parse_section, read_project
-from tests.records import CheckedModel, Figure, Problem
+from tests.records import Baseline, CheckedModel, Figure, LayerFigures, Problem, read_baselines, write_baselines
 from tests.test_render import check as golden
 
 MODEL = """import torch

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from memsize.records.columns import Columns, in_columns, numbers, places
 from memsize.records.trace import Event, Storage, Trace
 from tests.gpus import flow_of
-from tests.records import alive, coder, toy
+from tests.records import Columns, alive, coder, in_columns, numbers, places, toy
 
 OPS = ("cat", "mm", "add")
 EVENTS = st.lists(

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 import memsize
 from memsize import AllocatorConfig, Trace
 from memsize.errors import InputError
-from memsize.kernels.cudnn.backend import CudnnError
 from memsize.records.trace import Event
 from memsize.units import dotted_cudnn
 from tests.deep import cudnn_handle, cudnn_releases, installed_cudnn
 from tests.gpus import card, cuda_context, estimate_gpu, is_estimated, replay, requests, variants
-from tests.kernels import OLDEST, Convolution, ConvolutionWorkspaces, Library, Plan, Plans, estimate
+from tests.kernels import OLDEST, Convolution, ConvolutionWorkspaces, CudnnError, Library, Plan, Plans, estimate
 from tests.measurements import Weightless
 from tests.models import SCENARIOS, Ledger, Workspaces, inputs_from_data
 from tests.workloads import Forward, Runner

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import memsize
 from memsize import Trace
-from memsize.cuda import encoder
+from tests.kernels import encoder
 
 BATCH, TOKENS, WIDTH, HEADS, INNER = 2, 5, 16, 4, 24
 

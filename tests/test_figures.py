@@ -17,10 +17,10 @@ from memsize import Fit, LayoutReport, StepTrace, Timeline, render
 from memsize.cli import run
 from memsize.errors import OutputError
 from memsize.records.answer import Answer
-from memsize.render import figures
 from tests import records
 from tests.browser import CHROMIUM
 from tests.gpus import timeline
+from tests.pages import figures
 from tests.records import TITLES, Audit, Run, noun
 from tests.test_fit import made_by_hand
 from tests.test_program_document import program

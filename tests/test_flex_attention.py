@@ -13,8 +13,8 @@ from torch.nn.attention import flex_attention as flex
 from torch.utils.checkpoint import checkpoint
 
 import memsize
-from memsize.kernels.attention import UNCOMPILED_FLEX, flex_gradients, flex_outputs
 from tests.conftest import Python
+from tests.kernels import UNCOMPILED_FLEX, flex_gradients, flex_outputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is not supported in Python 3.14")
 """What torch.compile's parts say as they are imported."""

@@ -19,15 +19,26 @@ from torch import nn
 
 import memsize
 from memsize import Generation, ModelRequest
-from memsize.analysis.generation.step_polynomials import Curve, Polynomials, weighted
-from memsize.analysis.generation.steps import Step, Structure
 from memsize.cli import run
 from memsize.errors import InputError, UnknownInputError
 from tests.gpus import card, estimate_gpu, flow_of
 from tests.models import load_loop, scenario_named
 from tests.process import side_by_side
 from tests.records import split_phase
-from tests.workloads import Generated, GenerationSteps, Generator, Runner, generator as generators, model_of, prompts_of
+from tests.workloads import (
+    Curve,
+    Generated,
+    GenerationSteps,
+    Generator,
+    Polynomials,
+    Runner,
+    Step,
+    Structure,
+    generator as generators,
+    model_of,
+    prompts_of,
+    weighted,
+)
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,8 +12,7 @@ from torch import nn
 import memsize
 from memsize import Trace
 from memsize.units import format_bytes
-from memsize.virtual.gpu_tensors import is_stand_in
-from tests.programs import program
+from tests.programs import is_stand_in, program
 from tests.ranks import PARAMETERS, Model, fsdp
 
 MiB = 2**20

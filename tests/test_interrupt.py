@@ -20,11 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import memsize
-import memsize.processes.ctrl_c as ctrl_c
-from memsize import interrupt
 from memsize.cli import run
 from tests.conftest import ROOT, Write
-from tests.process import changes, interrupts_raised, isolated, process_state, side_by_side
+from tests.process import changes, ctrl_c, interrupt, interrupts_raised, isolated, process_state, side_by_side
 from tests.workloads import _Parts
 
 MOMENTS = {

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from memsize import Comparison, Trace
-from memsize.analysis.matching import matched
-from tests.records import LayerChange, compared, layer, stored, totals
+from tests.records import LayerChange, compared, layer, matched, stored, totals
 
 Module = tuple[str, tuple[int, ...]]
 """A module's type, and the shape of its weight: none where it is empty."""

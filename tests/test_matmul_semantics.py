@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memsize.kernels.matmul import CUBLAS, CUBLASLT, takes_cublaslt
-from tests.kernels import cuda_semantics, kernel_copies
+from tests.kernels import CUBLAS, CUBLASLT, cuda_semantics, kernel_copies, takes_cublaslt
 from tests.models import Ledger, Workspaces
 
 F32, C64 = torch.float32, torch.complex64

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memsize
-from memsize.cuda.kernel_choice import takes_cudnn
-from tests.kernels import autocast_region, cuda_semantics, kernel_temporaries
+from tests.kernels import autocast_region, cuda_semantics, kernel_temporaries, takes_cudnn
 from tests.models import Ledger, MetaDispatchMode
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -15,12 +15,9 @@ from torch import nn
 
 import memsize
 from memsize import cli
-from memsize.cli.click_options import request_of
 from memsize.errors import InputError, MemsizeError
-from memsize.spec import file_requests
-from memsize.spec.project import MODEL_KEYS
 from tests.fits import requests
-from tests.models import Option, keywords_of, options_of
+from tests.models import MODEL_KEYS, Option, file_requests, keywords_of, options_of, request_of
 
 REQUESTS = {
     name: value

@@ -19,13 +19,13 @@ import memsize
 from memsize import Finding, Report
 from memsize.documents.sections import Bars, Curve, Limit, Line, Part
 from memsize.records.answer import Renderable
-from memsize.render import html, render
-from memsize.render.html import LIBRARIES, SCRIPTS, _bars as drawn_bars, script
+from memsize.render import render
 from memsize.units import format_bytes, unit_for
 from tests import records
 from tests.browser import Opened, browser, wait_until
 from tests.conftest import ROOT
 from tests.gpus import timeline
+from tests.pages import LIBRARIES, SCRIPTS, _bars as drawn_bars, html, script
 from tests.records import Label, Moment
 from tests.snapshots import FORWARD, MODEL, MiB, Recorder, written
 from tests.test_program_document import program

@@ -13,13 +13,12 @@ import memsize
 from memsize import ModelRequest, Trace, Training, World
 from memsize.errors import InputError
 from memsize.tracing.run import Setup
-from memsize.workloads.parallel import spread_setup, stage_traces
 from tests.gloo import events
 from tests.gpus import card
 from tests.models import scenario_named
 from tests.ranks import BLOCK, PARAMETERS, WIDTH, Block, Model, Spread, copied_stage, pipeline, sharded_stage
 from tests.test_ranks import at_the_end, most, most_of_shape
-from tests.workloads import Runner, Workload, blocks_in_line, opened, parse_parallel
+from tests.workloads import Runner, Workload, blocks_in_line, opened, parse_parallel, spread_setup, stage_traces
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available():

@@ -15,9 +15,8 @@ import pytest
 
 import memsize
 from memsize.errors import InputError, TargetError
-from memsize.loading.presets import presets
 from tests.conftest import Python
-from tests.models import Target, load, parse_target
+from tests.models import Target, load, parse_target, presets
 
 _FILE = Path(memsize.__file__).parent / "loading" / "presets.jsonl"
 PRESETS = {preset["id"]: preset for preset in map(json.loads, _FILE.read_text().splitlines())}

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import memsize
 from memsize import ProgramRun, RankRuns, World
-from memsize.analysis.ranks import run_ranks
 from memsize.cli import run as command
 from memsize.documents import document
 from memsize.render import render
@@ -25,6 +24,7 @@ from tests.conftest import Python
 from tests.known_values import UNCOMPILED
 from tests.pages import check_golden as check
 from tests.process import can_fork
+from tests.programs import run_ranks
 from tests.records import Collective, Interval, RankGroup, Refused, WentOn, spans, traffic
 from tests.rules import RANK_RULES
 from tests.test_program_document import program

@@ -20,14 +20,12 @@ import memsize
 from memsize import ProgramRun, Trace, World
 from memsize.cli import run
 from memsize.errors import ForwardError, InputError, MemsizeError
-from memsize.ranks.peers import LonelyStore
 from memsize.render import render
 from memsize.units import MiB, format_bytes
-from memsize.virtual.host_memory import HostMemory
 from tests.gpus import card, cuda_context, timeline
 from tests.known_values import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
 from tests.process import can_fork
-from tests.programs import run_script
+from tests.programs import HostMemory, LonelyStore, run_script
 from tests.ranks import (
     BLOCK,
     LAYERS,

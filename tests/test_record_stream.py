@@ -17,9 +17,8 @@ import memsize
 from memsize import AllocatorConfig, ProgramRun, Trace
 from memsize.documents import document
 from memsize.records.trace import DeferredFree
-from memsize.virtual.ledger.stream_order import StreamOrder
 from tests.gpus import replay, timeline
-from tests.programs import gpu, record_of
+from tests.programs import StreamOrder, gpu, record_of
 from tests.ranks import Model, flat
 from tests.records import RecordStreamCost
 from tests.rules import lagging

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from memsize.kernels.rnn import Batch, Net, reserve_bytes, weight_elements
-from tests.kernels import autocast_region, cuda_semantics
+from tests.kernels import Batch, Net, autocast_region, cuda_semantics, reserve_bytes, weight_elements
 from tests.models import MetaDispatchMode
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -11,14 +11,13 @@ import pytest
 from rich.cells import cell_len
 
 from memsize import Finding, Report
-from memsize.cli import output
-from memsize.cli.output import Color, destination
 from memsize.documents import document
 from memsize.documents.sections import Findings, Table, Verdict, without_repeats
 from memsize.render import render
 from memsize.units import Bytes, unit_for
 from tests import records
 from tests.pages import GOLDEN, MARKS
+from tests.process import Color, destination, output
 from tests.records import Column, Label, Path, Signed, _table, draw_cell, shorten
 
 

@@ -16,12 +16,18 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memsize.cuda.attention_backend import Attention, choose_backend
-from memsize.kernels.attention import accumulators
-from memsize.kernels.semantics import current
-from memsize.torch_internals.meta import KEY, suspended
 from tests.conftest import Python
-from tests.kernels import autocast_region, cuda_semantics, kernel_temporaries
+from tests.kernels import (
+    KEY,
+    Attention,
+    accumulators,
+    autocast_region,
+    choose_backend,
+    cuda_semantics,
+    current,
+    kernel_temporaries,
+    suspended,
+)
 from tests.models import Ledger
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

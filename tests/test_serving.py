@@ -13,13 +13,12 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
-from memsize.analysis.serving.kv_blocks import FULL, SLIDING, block_layout
 from memsize.cli import run
 from memsize.errors import InputError, ScenarioError, UnknownInputError
 from memsize.units import GiB
 from tests.gpus import card
 from tests.records import Concurrency, Interval
-from tests.workloads import CachedLayer
+from tests.workloads import FULL, SLIDING, CachedLayer, block_layout
 
 OUTSIDE = Interval(2**30 // 100, 2**30 * 16 // 100)
 """0.01 to 0.16 GiB that a server takes beside the allocator and the context, as vLLM logs them."""

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import memsize
-from memsize.processes.patches import Patches, SuspendablePatches
-from tests.process import current, open_simulation, running
+from tests.process import Patches, SuspendablePatches, current, open_simulation, running
 
 PACKAGE = Path(memsize.__file__).parent
 PATCHES = PACKAGE / "processes" / "patches.py"

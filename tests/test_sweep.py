@@ -17,15 +17,14 @@ from memsize import Sweep
 from memsize.cli import run
 from memsize.documents import document
 from memsize.errors import OutputError, TargetError
-from memsize.processes.spread import Died, spread
-from memsize.records.sweep import results_file
 from memsize.render import FORMATS, render
 from memsize.units import GiB, MiB
 from tests.conftest import Python
 from tests.gpus import card
 from tests.models import grid_of, targets_of
 from tests.pages import check_golden, table_of
-from tests.records import Interval, Outcome, SweepRow
+from tests.process import Died, spread
+from tests.records import Interval, Outcome, SweepRow, results_file
 from tests.rules import SWEEP_RULES
 
 NETS = """

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memsize.processes.rank_processes import RankConnection, connected, opened
-from tests.process import can_fork
+from tests.process import RankConnection, can_fork, connected, opened
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
 Rank = Callable[[RankConnection], None]

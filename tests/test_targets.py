@@ -23,12 +23,12 @@ from benchmarks.zoo.operators import declare
 from memsize import InputSpec
 from memsize.cli import run
 from memsize.errors import InputError, TargetError
-from memsize.loading import hubs
 from tests.conftest import Python, Write
 from tests.known_values import constant_of
 from tests.models import (
     InputRequest,
     Target,
+    hubs,
     inputs_from_data,
     inputs_from_maker,
     inputs_from_specs,

@@ -21,10 +21,10 @@ from hypothesis import given, strategies as st
 from memsize import AllocatorConfig, StepTrace, Timeline, Trace, trace as trace_step
 from memsize.cli import run
 from memsize.records.trace import Event, Storage
-from memsize.render import FORMATS, plot, render
+from memsize.render import FORMATS, render
 from tests import records
 from tests.gpus import card, replay, timeline
-from tests.pages import Tags, check_golden as check, check_page
+from tests.pages import Tags, check_golden as check, check_page, plot
 from tests.records import (
     ROLES,
     TITLES,

@@ -9,8 +9,8 @@ from textwrap import dedent
 
 import pytest
 
-from memsize.loading.library_imports import matching_release
 from tests.conftest import Python, Write
+from tests.models import matching_release
 
 MISFIT = """
     import torch

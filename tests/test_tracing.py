@@ -14,10 +14,9 @@ import memsize
 from memsize import Trace
 from memsize.errors import ForwardError
 from memsize.tracing.run import Setup
-from memsize.tracing.saved_tensors import saving
 from tests import models
 from tests.kernels import registry
-from tests.models import Ledger, inputs_from_data, meta_copy
+from tests.models import Ledger, inputs_from_data, meta_copy, saving
 from tests.records import live_bytes, split_phase, totals, visible
 from tests.workloads import Forward
 

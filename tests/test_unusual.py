@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import memsize
 from memsize.errors import MemsizeError
-from memsize.tracing.ddp import Buckets
+from tests.gpus import Buckets
 from tests.records import alive, totals
 
 pytestmark = pytest.mark.filterwarnings(
