@@ -95,7 +95,7 @@ def test_memory_that_runs_out_in_an_evaluation_says_that_training_fits(tmp_path:
     huge = EVALUATION.replace("model(x.cuda())", "model(x.cuda().repeat(20_000, 1))")
     run = ran(tmp_path, TRAINING + huge, "1000", "50")
     assert run.ran_out and run.refused[0].phase.startswith("evaluation")
-    assert any(finding.brief.startswith("Training fits, what follows does not") for finding in run.findings)
+    assert any(finding.brief.startswith("Training fits, the code after it does not") for finding in run.findings)
 
 
 def test_what_fails_after_the_steps_is_no_failure_of_the_script(tmp_path: Path) -> None:

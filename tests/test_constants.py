@@ -599,7 +599,9 @@ def test_a_loop_that_waits_for_the_data_names_its_line(asks: str, monkeypatch: p
             return x
 
     line = Loop.forward.__code__.co_firstlineno + 1
-    with pytest.raises(memsize.ForwardError, match="has read a number 50 times") as raised:
+    with pytest.raises(
+        memsize.ForwardError, match="has read a data-dependent number, whose value is assumed, 50 times"
+    ) as raised:
         memsize.trace(Loop(), (4,), optimizer=None)
     assert f"at test_constants.py:{line}" in str(raised.value)
     assert "--execute" in str(raised.value)

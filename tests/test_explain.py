@@ -326,7 +326,7 @@ def test_beside_another_snapshot(tmp_path: Path) -> None:
     assert [place.growth for place in others] == [0] * len(others) and all(place.before for place in others)
     text = next(finding.text() for finding in found.findings if finding.code == "snapshot-compared")
     assert text == (
-        "Tensors held 58.00 MiB instead of the 44.00 MiB in before.pickle (+31.8%); the widest difference is at "
+        "Tensors held 58.00 MiB instead of the 44.00 MiB in before.pickle (+31.8%); the largest difference is at "
         "train.py:7: 0 MiB → 14.00 MiB."
     )
     shown = render(found, "text", width=120)

@@ -807,7 +807,7 @@ def test_short_models_that_count_after_a_proof_do_not_tell() -> None:
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
-NOTE = "40 repeated layers in layers: a few of them were run, and the rest follows by repetition (--whole runs all)"
+NOTE = "40 repeated layers in layers: a few were run, the others follow by repetition (--whole runs all)"
 ANSWERS: dict[str, Callable[..., Any]] = {
     "report": lambda **options: memsize.report(Deep(40), (3,), train="adamw", **options),
     "timeline": lambda **options: memsize.timeline(Deep(40), (3,), train="adamw", **options),

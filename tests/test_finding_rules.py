@@ -294,7 +294,7 @@ def test_what_functions_keep_is_told_line_by_line() -> None:
     finding = one(report_rules.kept_by_functions, evidence)
     assert (finding.bytes, finding.layers) == (900, ("",))
     assert finding.text("B") == (
-        "Functions keep 900 B of the 1,000 B for backward; the table counts it for their modules, "
+        "Functions keep 900 B of the 1,000 B for backward; the table attributes it to their modules, "
         "the model itself: 600 B at net.py:6 (results of relu and mul), 300 B at net.py:5 (results of addmm)."
     )
 
@@ -324,7 +324,7 @@ def test_halving_leaves_integer_inputs() -> None:
     finding = one(report_rules.what_halving_cannot_halve, Evidence(trace(table, floating, weight, inputs=(ids, image))))
     assert finding.bytes == 1024 + 40
     assert finding.text("B") == (
-        "Half precision does not shrink integer buffers (1,024 B) and inputs of integers (40 B: ids int64[1,5])."
+        "Half precision does not shrink integer buffers (1,024 B) and integer inputs (40 B: ids int64[1,5])."
     )
     assert not list(report_rules.what_halving_cannot_halve(Evidence(trace(floating, inputs=(image,)))))
 

@@ -407,11 +407,11 @@ def test_the_local_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert here.card.capability == (8, 6) and here.card.platform == "CUDA"
     # What others have taken is told, not taken off: they may be gone when the model runs.
-    assert here.notes == ("3.91 GiB of Some GPU (local) are taken right now: --margin leaves room for what stays",)
+    assert here.notes == ("3.91 GiB of Some GPU (local) are in use right now: --margin leaves room for them",)
     assert [budget.name for budget in budgets("t4,local")] == ["Tesla T4", "Some GPU (local)"]
     fit = fit_of(Narrow(), "4000,64", gpu="local")
     assert row_of(fit).gpu == "Some GPU (local)" and row_of(fit).status == "found"
-    assert any("taken right now" in note for note in fit.notes)
+    assert any("in use right now" in note for note in fit.notes)
 
 
 def test_a_local_gpu_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -912,7 +912,7 @@ def test_a_larger_batch_may_fit_where_a_smaller_one_leaves_memory_in_pieces() ->
     plain, expandable = asked(), asked(allocator=AllocatorConfig(expandable_segments=True))
     sizes = [[row.size for row in fit.fit_rows] for fit in (plain, expandable)]
     assert sizes == [[872, 1_166], [1_172, 1_168]]
-    told = "memory does not only grow with the size under amp-fp16 on 16 x L4: a smaller one"
+    told = "memory does not always grow with the size under amp-fp16 on 16 x L4: a smaller size"
     assert [any(note.startswith(told) for note in fit.notes) for fit in (plain, expandable)] == [True, False]
 
 
@@ -1012,7 +1012,7 @@ def test_inputs_that_disagree_on_a_batch() -> None:
 
     fit = memsize.fit(Two(), input_data=(torch.zeros(3, 4), torch.zeros(5)), gpu="t4", scenarios="as-given")
     assert fit.fit_rows[0].status == "fits"
-    assert any("do not agree" in note for note in fit.notes)
+    assert any("no common batch dimension" in note for note in fit.notes)
 
 
 def test_given_tensors_are_grown() -> None:

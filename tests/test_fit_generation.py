@@ -71,7 +71,7 @@ def test_a_context_ends_with_the_positions_of_the_model(tmp_path: Path) -> None:
     found = fit(f"hf:{path}", vary="context")
     (row,) = found.fit_rows
     assert (row.status, row.size, row.next_size) == ("endless", 600, None)
-    assert "the model has positions for 600 tokens: no more are looked at" in found.notes
+    assert "the model has positions for 600 tokens: longer contexts were not tried" in found.notes
 
 
 @pytest.mark.thorough
@@ -89,7 +89,7 @@ def test_the_frontier_is_the_longest_context_of_each_batch(tmp_path: Path) -> No
     assert not fits(f"hf:{path}", row, Generation(prompt=row.next_size - NEW, max_new_tokens=NEW), 512)
     assert found.tables()["rows"].records()[0]["batch"] == 256
     text = str(found)
-    assert "all 100" in text and f"{batches[-1]:,} sequences fit with {sizes[-1]:,} tokens each" in text
+    assert "all 100" in text and f"{batches[-1]:,} sequences of {sizes[-1]:,} tokens fit" in text
 
 
 @pytest.mark.thorough
@@ -117,7 +117,7 @@ def test_what_would_make_a_batch_fit(target: str) -> None:
     assert rows["static cache"].peak == static.peak
     larger = rows["GeForce RTX 3050 Laptop 4GB"]
     assert (larger.outcome, larger.changes) == ("fits", "hardware") and found.remedied.combination == ()
-    assert rows["last logits only"].reason == ("generate asks the model for the logits of the last token alone already")
+    assert rows["last logits only"].reason == ("generate already asks for the logits of the last token only")
 
 
 def test_each_of_two_cards_holds_a_half(target: str) -> None:

@@ -313,12 +313,12 @@ def test_more_tokens_than_positions_are_noted(config: Callable[..., str]) -> Non
     report = memsize.generate(
         config(**SMALL | {"max_position_embeddings": 16}), prompt=10, max_new_tokens=8, scenarios="as-given"
     )
-    assert "the model has positions for 16 tokens: its answers to 18 have no meaning" in report.notes
+    assert "the model has positions for 16 tokens: at 18 its output is meaningless" in report.notes
 
 
 def test_more_tokens_than_a_table_has_positions_are_refused() -> None:
     entries = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 16}
-    said = "hf:gpt2 .GPT2LMHeadModel. has a table of 16 positions, and 18 tokens are asked for: take fewer"
+    said = "hf:gpt2 .GPT2LMHeadModel. has a table of 16 positions, and 18 tokens are asked for: lower"
     with pytest.raises(InputError, match=said):
         memsize.generate("hf:gpt2", arguments=entries, prompt=10, max_new_tokens=8, scenarios="as-given")
 

@@ -247,7 +247,7 @@ def test_a_sweep_that_is_interrupted_before_its_first_cell_says_so(
 ) -> None:
     write("model.py", INTERRUPTING.format(when="True"))
     grid = write("sweep.toml", 'target = "model.py:Net"\ninput = "1000"\nbatch_size = [1, 2]\ngpu = ["t4", "l4"]\n')
-    said = "Interrupted before any of 4 cells was done. The same command starts again."
+    said = "Interrupted before any of 4 cells was done. The same command starts over."
     for format, out, err in (("text", f"sweep.toml   0 cells\n\n{said}\n", ""), ("csv", "", f"{said}\n")):
         assert run(["sweep", str(grid), "-j", "1", "--format", format]) == 130
         assert capsys.readouterr() == (out, err)

@@ -93,7 +93,7 @@ def program() -> ProgramRun:
         steps=3,
         stopped=True,
         tensors=tensors,
-        assumed=(Assumed("a number read out of an activation (.item()) is taken to be 1.0", ("train.py:20",)),),
+        assumed=(Assumed("a number read from an activation (.item()) is assumed to be 1.0", ("train.py:20",)),),
         unwritten=("3.00 MiB to last.pt",),
     )
     return replace(found, findings=PROGRAM_RULES.findings(found))
@@ -107,9 +107,9 @@ def codes(run: ProgramRun) -> list[str]:
     ("op", "gpu", "dtype", "purpose"),
     [
         ("_log_softmax", "t4", "float32", "_log_softmax (the log-probabilities of the loss) needs"),
-        ("_safe_softmax", "t4", "bfloat16", "since no fused kernel takes bfloat16 on this GPU) needs"),
-        ("_safe_softmax", "t4", "float32", "since no fused kernel takes this call) needs"),
-        ("_safe_softmax", "a100", "bfloat16", "since no fused kernel takes this call) needs"),
+        ("_safe_softmax", "t4", "bfloat16", "since no fused kernel supports bfloat16 on this GPU) needs"),
+        ("_safe_softmax", "t4", "float32", "since no fused kernel supports this call) needs"),
+        ("_safe_softmax", "a100", "bfloat16", "since no fused kernel supports this call) needs"),
         ("relu", "t4", "float32", ": relu needs"),
     ],
 )

@@ -434,7 +434,7 @@ def test_a_script_that_sends_nothing_is_not_run_by_ranks(
 def test_the_command_runs_one_rank(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["run", "--gpu", "t4", "--gpus", "4", "--nodes", "2", "--rank", "3", str(sharded), "10"]) == 0
     out = capsys.readouterr().out
-    assert "rank 3 of 4" in out and "what other ranks send as objects" in out
+    assert "rank 3 of 4" in out and "other ranks are assumed to send the objects" in out
 
 
 def test_the_command_answers_for_ranks_in_any_format(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -739,6 +739,6 @@ def test_objects_that_only_another_rank_has_stay_as_they_are(objects: Any) -> No
     assert objects["kept"] == ["mine"] and objects["unknown"] == [None] and objects["received"] == (["mine"], 1)
     assert objects["scattered"] == ["c"] and objects["of half"] == ["a"]
     assert objects["assumed"] == [
-        "what other ranks send as objects is taken to be what this rank sends",
+        "other ranks are assumed to send the objects that this rank sends",
         "objects that another rank sends to this one stay as they are here",
     ]

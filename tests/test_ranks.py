@@ -597,7 +597,7 @@ def test_ranks_leave_a_join_together() -> None:
         return joined
 
     trace = traced(step, World(2), steps=2)
-    assert "all ranks have equally many batches: they leave Join together" in trace.assumptions
+    assert "all ranks have the same number of batches: they leave Join together" in trace.assumptions
 
 
 def test_what_any_rank_may_send_is_of_the_next_one() -> None:
@@ -613,7 +613,7 @@ def test_what_any_rank_may_send_is_of_the_next_one() -> None:
         found.append(distributed.recv(there, src=2))
         return lambda ids: None
 
-    assert "taken to come from the next one" in str(traced(step, World(3, rank=1)).assumptions)
+    assert "assumed to come from the next one" in str(traced(step, World(3, rank=1)).assumptions)
     assert found == [2, 2]
 
 
@@ -1063,7 +1063,7 @@ def test_what_equal_ranks_exchange_is_known(device: str) -> None:
         "part": [6, 8],
         "twice": [[6, 8], [6, 8]],
     }
-    assert "what other ranks send is taken to be what this rank sends" in told
+    assert "other ranks are assumed to send what this rank sends" in told
 
 
 def test_experts_get_as_many_tokens_as_they_send() -> None:

@@ -348,7 +348,7 @@ def test_a_step_is_run_once_for_one_model(config: Callable[..., str]) -> None:
     assert found.remedied is not None
     assert said.count("as-given: a step of 64 tokens") == 3  # as asked, by 2 cards, on a larger card
     most = SMALL.get("max_position_embeddings", 2048)
-    assert f"the model has positions for {most:,} tokens: vLLM takes no longer context on its own" in found.notes[0]
+    assert f"the model has positions for {most:,} tokens: vLLM refuses a longer context" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -725,7 +725,7 @@ def test_a_quantized_checkpoint_is_served_as_it_is(name: str, config: Callable[.
     (row,) = report.ran  # no other scenario quantizes it anew
     assert plain.weights - row.weights == pytest.approx(LINEARS * (2 - width), rel=0.02)  # in blocks of 512 bytes
     assert row.title == f"weights of the checkpoint ({entries['quant_method']})"
-    assert not any("as they are without that" in note for note in report.notes)
+    assert not any("they are shown unquantized" in note for note in report.notes)
 
 
 def test_layers_that_a_checkpoint_does_not_quantize(config: Callable[..., str]) -> None:

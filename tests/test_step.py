@@ -674,7 +674,7 @@ def test_inputs_are_cast_only_where_a_model_as_it_is_does_not_run_on_them() -> N
     model = nn.Linear(8, 2).bfloat16()
     step = memsize.trace(model, torch.zeros(4, 8), optimizer=None)
     assert step.trace.inputs[0].spec.dtype == "bfloat16"
-    assert any("the floating inputs were cast to bfloat16" in note for note in step.trace.notes)
+    assert any("floating-point inputs were cast to bfloat16" in note for note in step.trace.notes)
     given = memsize.trace(model, torch.zeros(4, 8, dtype=torch.bfloat16), optimizer=None)
     assert given.trace.inputs == step.trace.inputs and not any("cast to" in note for note in given.trace.notes)
 

@@ -241,7 +241,7 @@ def test_each_stage_has_its_half_of_the_layers_that_are_divided(tiny: Path) -> N
     [
         (
             "{tiny}?num_attention_heads=4",
-            "2 key and value heads cannot be divided evenly over tp=4: over tp=2 they can",
+            "2 key and value heads cannot be divided evenly over tp=4; tp=2 works",
         ),
         ("gpt2?n_layer=1&n_embd=32&n_head=4&vocab_size=100", "GPT2LMHeadModel has no plan for tensor parallelism"),
     ],

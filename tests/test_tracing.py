@@ -286,11 +286,11 @@ def test_an_encoder_in_eval_mode_takes_the_path_that_hooks_would_close() -> None
 def test_values_that_follow_from_shapes_are_known() -> None:
     trace = forward(models.Looking(), torch.randn(2, 10))
     assert str(trace.layers[0].outputs[0].spec) == "float32[2,4]"
-    assert trace.assumptions == ("every value is finite (isnan and isinf answer no)",)
+    assert trace.assumptions == ("every value is finite (isnan and isinf are False)",)
 
 
 def test_a_decision_that_only_data_can_make_names_the_layer() -> None:
-    with pytest.raises(ForwardError, match="depends on the data") as caught:
+    with pytest.raises(ForwardError, match="reads a data-dependent value") as caught:
         forward(models.Deciding(), torch.randn(2, 10))
     trace = caught.value.trace
     assert trace is not None

@@ -333,7 +333,9 @@ def test_layers_inside_a_scripted_module_are_said_to_be_unseen() -> None:
     model = nn.Sequential(torch.jit.script(nn.Sequential(linear(), nn.ReLU())), nn.Linear(8, 4))
     report = memsize.report(model, input_data=ROW, scenarios="fp32")
     assert [layer.path for layer in report.trace.layers if layer.outputs] == ["", "0", "1"]
-    assert report.remarks == ("TorchScript calls its layers unseen: what they return and keep stands in the row of 0",)
+    assert report.remarks == (
+        "TorchScript hides calls of its layers: their outputs and saved tensors are in the row of 0",
+    )
 
 
 def test_weights_of_a_frozen_script_are_its_constants() -> None:

@@ -36,13 +36,13 @@ from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import GpuSetup, Run, Setup, give_shapes
 from memsize.workloads import kept_for_backward
 
-_CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
+_CAST = "floating-point inputs were cast to {}, the model's dtype: it does not run on them as given"
 _LATE = "the forward registers {}: the model is shown as it is after a first forward"
-_SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
-_QUANTIZED = "its config says that weights are quantized ({}): as-given stores and runs them so"
-_UNQUANTIZED = "its config says that weights are quantized ({}): they are shown as they are without that"
-_UNCOMPILED = "torch.compile is left out of this model: --compile (compile=True) shows what it changes"
-_EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
+_SCRIPTED = "TorchScript hides calls of its layers: their outputs and saved tensors are in the row of {}"
+_QUANTIZED = "its config says that weights are quantized ({}): as-given stores and runs them that way"
+_UNQUANTIZED = "its config says that weights are quantized ({}): they are shown unquantized"
+_UNCOMPILED = "torch.compile is ignored for this model: --compile (compile=True) shows what it changes"
+_EXECUTED = "the model was run with real values on the CPU: its figures lack kernels that only CUDA has"
 
 StorageKey = tuple[str | None, bool]
 """How a scenario holds the parameters, unless it quantizes them: their dtype, and whether norms stay as they are."""

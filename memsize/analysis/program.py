@@ -280,12 +280,12 @@ def _untouched(trace: Trace, start: int, phases: Sequence[tuple[str, int]]) -> C
 # -- the part of a program that needs a real GPU -----------------------------------------------------------------------
 
 _SDPA: Final = (
-    "take torch.nn.functional.scaled_dot_product_attention, PyTorch's own in linear memory, which is "
-    'attn_implementation="sdpa" in transformers'
+    "use torch.nn.functional.scaled_dot_product_attention, which takes linear memory too "
+    '(attn_implementation="sdpa" in transformers)'
 )
 _MAMBA: Final = "install it and Triton: its CUDA kernels need not be built, they are simulated"
 _INSTEAD: Final = {
-    "apex": "take torch.optim.AdamW for FusedAdam, torch.nn.LayerNorm for FusedLayerNorm, torch.autocast for amp",
+    "apex": "use torch.optim.AdamW for FusedAdam, torch.nn.LayerNorm for FusedLayerNorm, torch.autocast for amp",
     "bitsandbytes": 'set optim="adamw_torch", and load the model without a quantization_config',
     "causal_conv1d": _MAMBA,
     "deepspeed": 'set "torch_adam": true in the optimizer\'s params of its config: its ZeRO runs without a GPU then',
@@ -294,11 +294,11 @@ _INSTEAD: Final = {
     "fla": "install Triton beside it: its own code runs, and its kernels are simulated",
     "liger_kernel": "set use_liger_kernel=False",
     "mamba_ssm": _MAMBA,
-    "transformer_engine": "take its Linear, LayerNormLinear, LayerNormMLP, attention or TransformerLayer, simulated",
-    "triton": "it comes with PyTorch's CUDA builds, and its kernels want a torch.library.custom_op around them",
+    "transformer_engine": "use its Linear, LayerNormLinear, LayerNormMLP, attention or TransformerLayer, simulated",
+    "triton": "it comes with PyTorch's CUDA builds, and its kernels need a torch.library.custom_op around them",
     "unsloth": "load the model with transformers and peft themselves",
     "vllm": "memsize serve sizes its weights, KV cache and CUDA graphs without one",
-    "xformers": "take torch.nn.functional.scaled_dot_product_attention, as diffusers and transformers do without it",
+    "xformers": "use torch.nn.functional.scaled_dot_product_attention, as diffusers and transformers do without it",
 }
 """Packages of CUDA kernels, and what does the same, with about the same memory, in ops of PyTorch."""
 _TRIED: Final = frozenset(("bitsandbytes", "fla", "liger_kernel"))

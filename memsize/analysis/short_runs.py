@@ -36,9 +36,7 @@ _PLAN: Final = 1.4
 _PROOF: Final = 0.3
 """The part of the time of training steps that a forward takes: 0.26 of a GPT-2's, 0.28 of a ViT's."""
 
-_EXTENDED: Final = (
-    "{:,} repeated layers in {}: a few of them were run, and the rest follows by repetition (--whole runs all)"
-)
+_EXTENDED: Final = "{:,} repeated layers in {}: a few were run, the others follow by repetition (--whole runs all)"
 
 RunShort = Callable[[nn.Module], Trace]
 """Makes the run of a short model."""

@@ -169,7 +169,7 @@ def orphans(inspection: Inspection) -> Iterator[Finding]:
         yield Finding("unnamed-storage", text, {"bytes": Bytes(size)}, bytes=size)
     rest = sum(file.bytes_for("unclaimed") for file in inspection.contents.files)
     if rest:
-        text = "{bytes} belong to no record of the format: appended data, or remains of an older write."
+        text = "{bytes} belong to no record of the format: appended data, or left over from an older write."
         yield Finding("unclaimed-bytes", text, {"bytes": Bytes(rest)}, bytes=rest)
 
 
@@ -245,8 +245,8 @@ def prefixed(inspection: Inspection) -> Iterator[Finding]:
         if kinds:
             yield Finding(
                 "module-prefix",
-                "All names of the {kinds} begin with {prefix}, the prefix of {wrapper}: drop it before the plain "
-                "model's load_state_dict, which does not find them otherwise.",
+                "All names of the {kinds} begin with {prefix}, the prefix of {wrapper}: drop it before "
+                "load_state_dict of the plain model, or no name will match.",
                 {"kinds": kinds, "prefix": repr(prefix), "wrapper": wrapper},
             )
             return
@@ -285,15 +285,15 @@ def pickled_code(inspection: Inspection) -> Iterator[Finding]:
     if contents.module:
         yield Finding(
             "whole-model-pickled",
-            "The file holds a pickled {module}, not its state_dict: it can only be loaded where the model's code can "
-            "be imported just as it was.",
+            "The file holds a pickled {module}, not its state_dict: it loads only where the same model code can be "
+            "imported.",
             {"module": contents.module},
         )
     if contents.classes:
         yield Finding(
             "code-in-pickle",
-            "The pickle names {names} beside tensors: torch.load(weights_only=True) refuses that unless it is "
-            "allowed, and weights_only=False would import and call it.",
+            "The pickle names {names} besides tensors: torch.load(weights_only=True) refuses them unless they are "
+            "allowed, and weights_only=False would import and call them.",
             {"names": contents.classes},
             layers=contents.classes,
         )

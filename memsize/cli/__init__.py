@@ -39,7 +39,7 @@ _QUESTIONS = {
     "Will it fit?": {
         "fit": "Find the largest batch that fits, and how to fit a larger one.",
         "fit-script": "Find the largest value of a script's own argument that fits.",
-        "sweep": "Show what fits of many models, batches and GPUs.",
+        "sweep": "Show which of many models and batches fit which GPUs.",
         "generate": "Show what prefill, decode and the KV cache hold.",
         "serve": "Show how many tokens and requests a paged server has room for.",
     },
@@ -109,13 +109,15 @@ class _Commands(click.Group):
 @click.version_option(package_name="memsize", message="%(prog)s %(version)s")
 @click.pass_context
 def memsize(context: click.Context) -> None:
-    """Show what each byte of a PyTorch model is for, and why it did or didn't shrink.
+    """Predict the GPU memory of PyTorch models and scripts, and account for every byte.
 
     \b
     Start with:
       memsize report model.py:Net --input 3,64,64
+      memsize fit model.py:Net --input 3,64,64 --train adamw --gpu t4
+      memsize run --gpu t4 train.py
 
-    No GPU needed: the model's own forward runs on meta tensors, which hold no values.
+    No GPU needed: your own code runs on tensors that have shapes and dtypes but no values.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

@@ -270,8 +270,8 @@ def timeline(request: TimelineRequest, output: Destination) -> None:
 def sweep(request: SweepRequest, output: Destination) -> None:
     """Run every cell of a grid: models and patterns of models, scenarios, batch sizes, GPUs.
 
-    FILE is a TOML file whose keys are those of memsize check. Cells that are done are kept in a results file: a sweep
-    that was interrupted goes on where it was.
+    FILE is a TOML file whose keys are those of memsize check. Finished cells are kept in a results file, so that an
+    interrupted sweep continues where it stopped.
     """
     file = Path(str(request.grid))
     if file.is_dir():

@@ -47,8 +47,8 @@ _PLACEHOLDERS = "memsize: no GPU is used: losses and metrics that the script pri
 def run(request: RunRequest, output: Destination) -> int:
     """Run PROGRAM, a Python script that trains or runs a model on a GPU, as on a machine that has one.
 
-    Its tensors on the GPU take their place in a simulated memory and hold no values; everything else is the program's
-    own. It is stopped after a few optimizer steps. PROGRAM may also be a saved run.
+    Tensors on the GPU occupy simulated memory and hold no values; everything else runs as usual. The program is stopped
+    after a few optimizer steps. PROGRAM may also be a saved run.
     """
     program = str(request.script)
     if not request.module and is_saved(program):

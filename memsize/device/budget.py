@@ -111,7 +111,7 @@ def _notes(where: Card) -> Iterator[str]:
         free, total = torch.cuda.mem_get_info()
         if total - free > cuda_context(where).high:
             taken = format_bytes(total - free)
-            yield f"{taken} of {where.name} are taken right now: --margin leaves room for what stays"
+            yield f"{taken} of {where.name} are in use right now: --margin leaves room for them"
 
 
 def larger_budgets(than: Budget, stack: Stack = INSTALLED) -> tuple[Budget, ...]:

@@ -86,7 +86,7 @@ def nccl_notes(collectives: Sequence[Collective]) -> Iterator[str]:
         measured = [number for number, count in zip(_ISSUES, groups, strict=True) if count]
         yield (
             f"NCCL's buffers may take up to {format_bytes(groups.taken.high)} of the GPU outside PyTorch for {groups}, "
-            f"as measured with NVLink (NVIDIA/nccl{' and '.join(measured)}), and none where GPUs cannot reach each "
+            f"as measured with NVLink (NVIDIA/nccl{' and '.join(measured)}), and nothing where GPUs cannot access each "
             "other"
         )
 

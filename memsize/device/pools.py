@@ -73,7 +73,7 @@ class Memory:
         address = -(-self._next // alignment) * alignment
         self._next = address + size + GAP
         if self._next > ADDRESS:
-            raise InputError("this takes more than 8 PiB of memory, more than a GPU can address: take a smaller batch")
+            raise InputError("this needs more than 8 PiB of memory, more than a GPU can address: use a smaller batch")
         return address
 
 

@@ -280,9 +280,9 @@ def _remarks(fit: Fit) -> Iterator[Remark]:
                 text = f"only the input grows with the {fit.vary}"
             case "open":
                 does = "is refused by the model" if row.next_size in row.refused else "does not"
-                between = f"{fit.vary} {row.next_size or 0:,} {does}; what lies between"
-                beyond = between if row.next_size else "what lies beyond"
-                text = f"{fit.vary} {row.size:,} fits; {beyond} was not run"
+                between = f"{fit.vary} {row.next_size or 0:,} {does}; sizes in between"
+                beyond = between if row.next_size else "larger sizes"
+                text = f"{fit.vary} {row.size:,} fits; {beyond} were not run"
             case "endless" if _is_whole(fit, row):
                 text = "the model's longest context fits"
             case "endless":

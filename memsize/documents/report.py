@@ -334,7 +334,7 @@ def layer_table(
         totals,
         total=LAYER_FIELDS.total("so far" if report.stopped else "total", totals, totals),
         chosen=columns is not None,
-        hint="--columns chooses; a file or a pipe gets them all.",
+        hint="Choose with --columns; a file or pipe has them all.",
     )
     if others:
         word = "not reached" if report.stopped and most is None else "other" if len(others) == 1 else "others"

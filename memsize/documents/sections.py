@@ -156,7 +156,7 @@ class Table:
     remarks: tuple[Remark, ...] = ()
     chosen: bool = False
     caption: str = ""
-    hint: str = "A file or a pipe gets them all."
+    hint: str = "A file or pipe has them all."
 
     @classmethod
     def of(

@@ -173,18 +173,16 @@ def _misfits(operands: tuple[torch.Tensor, ...], last: bool) -> Copies:
 
 # -- workspaces -------------------------------------------------------------------------------------------------------
 
-_ASKED = "the workspaces of convolutions are those that cuDNN {} takes"
+_ASKED = "convolution workspaces are those that cuDNN {} reports"
 _DOUBTED = (
-    f"{_ASKED}, which was asked without a GPU: for 1×1 kernels and strides it may take none, or twice as much, and "
-    "device has room for either"
+    f"{_ASKED}, which was asked without a GPU: with 1×1 kernels and strides it may take none, or twice as much; device "
+    "covers both"
 )
 _OTHER = (
-    "the workspaces of convolutions are estimates: cuDNN {} is asked, the stack has {}. Others choose other plans; "
+    "convolution workspaces are estimates: cuDNN {} was asked, the stack has {}. Others choose other plans; "
     "MEMSIZE_CUDNN names the folder of a release"
 )
-_ESTIMATED = (
-    "the workspaces of convolutions are estimates: where nvidia-cudnn-cu13 is installed, cuDNN itself is asked for them"
-)
+_ESTIMATED = "convolution workspaces are estimates: install nvidia-cudnn-cu13 to ask cuDNN itself"
 
 
 class Workspace(NamedTuple):

@@ -114,7 +114,7 @@ class CutCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         tokens, words = len(hidden), len(weight)
         if hidden.dtype not in _HALVES:
-            raise ValueError("cut cross-entropy takes hidden states of 16 bits: float16, bfloat16, or autocast")
+            raise ValueError("cut cross-entropy needs 16-bit hidden states: float16, bfloat16, or autocast")
         log_sums = hidden.new_empty((tokens,), dtype=torch.float32)
         locks = hidden.new_empty((-(-tokens // _LOCKED_TOKENS),), dtype=torch.int32)
         means = hidden.new_empty((words,), dtype=torch.float32) if filters else None

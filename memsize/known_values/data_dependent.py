@@ -194,31 +194,27 @@ def _nms(rely: Rely, boxes: torch.Tensor, scores: torch.Tensor, _threshold: floa
     return set_constant(chosen, torch.arange(len(boxes)), ConstantState(ALL_SELECTED))
 
 
-ALL_FINITE = "every value is finite (isnan and isinf answer no)"
-NOT_EQUAL = "no value that depends on the data equals a given number (x == 0 answers no): none was padded with it"
+ALL_FINITE = "every value is finite (isnan and isinf are False)"
+NOT_EQUAL = "no data-dependent value equals a given number (x == 0 is False): nothing is padded with it"
 ALL_SELECTED = (
-    "a selection by values that depend on the data (a boolean index, nonzero, nms) keeps every element: the most"
+    "a selection by data-dependent values (a boolean index, nonzero, nms) keeps every element, the worst case"
 )
 ALL_DISTINCT = (
-    "the indices of a sparse tensor, such as the rows of a table that get a gradient, are all different: the most"
+    "the indices of a sparse tensor, such as the rows of a table that get a gradient, are all different, the worst case"
 )
-MASKS_COVER_IMAGE = "objects whose masks a detector pastes into the image cover all of it: the most"
+MASKS_COVER_IMAGE = "masks that a detector pastes cover the whole image, the worst case"
 COMPARED_EQUAL = "two tensors that the model compares as a whole (torch.equal, torch.allclose) are equal"
-CHECKS_PASS = "what PyTorch itself checks (that istft's windows add up to something) is in order"
-FIXED_DRAW = "random numbers that the model decides by are one fixed draw"
-ITEM_IS_ONE = "a number read out of an activation (.item()) is taken to be 1.0"
-REDUCED_IS_ONE = "a number that ranks reduce or exchange on the GPU is taken to be 1.0 where the program reads it"
-EXCHANGED_ARE_ALIKE = "what other ranks send is taken to be what this rank sends"
-PADDING_COMPUTED = (
-    "the encoder computes the padding along: PyTorch's nested tensors, which leave it out, are not followed"
-)
-COPIED_VALUES = "values that the model copies to the CPU are taken to be 1.0, integers 0, conditions true"
+CHECKS_PASS = "PyTorch's own checks pass (such as that istft's windows add up to something)"
+FIXED_DRAW = "random numbers that decide the model's path are one fixed draw"
+ITEM_IS_ONE = "a number read from an activation (.item()) is assumed to be 1.0"
+REDUCED_IS_ONE = "a number that ranks reduce or exchange on the GPU is assumed to be 1.0 where the program reads it"
+EXCHANGED_ARE_ALIKE = "other ranks are assumed to send what this rank sends"
+PADDING_COMPUTED = "the encoder also computes padding: PyTorch's nested tensors, which skip it, are not simulated"
+COPIED_VALUES = "values that the model copies to the CPU are assumed to be 1.0, integers 0, conditions true"
 
 MIXED_DEVICES = "the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"
-CPU_AUTOCAST = 'the model opens torch.autocast("cpu"), which casts nothing on a GPU: what runs in it keeps its dtypes'
-UNCOMPILED = (
-    "torch.compile is left out for some code, which runs as it is written: compiled, it may need less memory, or more"
-)
+CPU_AUTOCAST = 'the model opens torch.autocast("cpu"), which casts nothing on a GPU: dtypes inside it stay as they are'
+UNCOMPILED = "torch.compile is ignored for some code, which runs eagerly: compiled, it may need less memory, or more"
 """Not assumptions but notes."""
 
 
@@ -253,7 +249,9 @@ def compared_with_zero(op: str, number: Any) -> bool | None:
 # -- choices by activations, such as a router's of experts -------------------------------------------------------------
 
 
-BALANCED: Final = "choices by activations (top-k, argmax, sort) fall evenly: a router sends every expert the same share"
+BALANCED: Final = (
+    "choices by activations (top-k, argmax, sort) are assumed balanced: a router sends every expert the same share"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +271,7 @@ class Routing:
             return BALANCED
         busiest = "each expert of the busiest GPU" if self.groups else "the busiest expert"
         return (
-            f"choices by activations (top-k, argmax, sort) fall unevenly: a router sends {busiest} "
+            f"choices by activations (top-k, argmax, sort) are assumed imbalanced: a router sends {busiest} "
             f"{self.imbalance:g} times the mean, if there are that many tokens"
         )
 

@@ -114,8 +114,8 @@ class Evaluator:
         self._reads[line] += 1
         if self._reads[line] > _MOST_READS:
             raise DataDependentError(
-                f"this line has read a number {_MOST_READS:,} times that depends on the data and is assumed here: "
-                f"a loop that waits for it to change does not end ({assumption})"
+                f"this line has read a data-dependent number, whose value is assumed, {_MOST_READS:,} times: "
+                f"a loop that waits for it to change never ends ({assumption})"
             )
 
     # -- questions about values ---------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Evaluator:
             return _plausible(tensor.dtype)
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise DataDependentError(
-            f"the model reads a value that depends on the data out of a {dtype} tensor (bool(), int() or .item())"
+            f"the model reads a data-dependent value from a {dtype} tensor (bool(), int() or .item())"
         )
 
     def _compare(self, a: torch.Tensor, b: torch.Tensor, *options: Any, **more: Any) -> bool:

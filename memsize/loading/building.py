@@ -245,9 +245,9 @@ def input_maker(function: Callable[..., Any], label: str, scope: ImportScope | N
         if request.seq_len is None:
             arguments.pop("seq_len", None)
         elif "seq_len" not in taken:
-            raise InputError(f"{label} takes no seq_len, so --seq-len means nothing to it")
+            raise InputError(f"{label} takes no seq_len, so --seq-len has no effect")
         if request.batch_size > 1 and "batch_size" not in taken:
-            raise InputError(f"{label} takes no batch_size, so it says itself how many samples there are")
+            raise InputError(f"{label} takes no batch_size, so it decides itself how many samples there are")
         is_theirs = scope.owns if scope else is_users
         try:
             with random_numbers_kept():

@@ -28,7 +28,7 @@ from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import arguments_in
 
-_ALIKE: Final = "what other ranks send as objects is taken to be what this rank sends"
+_ALIKE: Final = "other ranks are assumed to send the objects that this rank sends"
 _KEPT: Final = "objects that another rank sends to this one stay as they are here"
 _NUMBERS_KEPT: Final = "numbers that another rank broadcasts to this one stay as they are here"
 _Rank = int | None
@@ -190,8 +190,8 @@ def _of(group: Any) -> Any:
 
 # -- calls that depend on other processes ------------------------------------------------------------------------------
 
-_AT_ONCE: Final = "all ranks have equally many batches: they leave Join together"
-_FROM_NEXT: Final = "what is received from any rank is taken to come from the next one"
+_AT_ONCE: Final = "all ranks have the same number of batches: they leave Join together"
+_FROM_NEXT: Final = "what is received from any rank is assumed to come from the next one"
 _SHARED: Final = "memory that GPUs share (torch.distributed._symmetric_memory)"
 REACHING: Final = {
     "torch.distributed.rpc": (("init_rpc",), "torch.distributed.rpc calls functions of other processes"),

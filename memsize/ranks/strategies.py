@@ -160,7 +160,7 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
             else f"ddp: each GPU holds the whole model, in DistributedDataParallel; {shown}"
         )
     if parallel.views:
-        notes.append("views: gradient_as_bucket_view=True, gradients lie in the buckets in which they are reduced")
+        notes.append("views: gradient_as_bucket_view=True, gradients are views of the reduction buckets")
     return (*notes, *(_sharded(model, parallel, scenario, shown) if parallel.shards_parameters else ()))
 
 
@@ -322,9 +322,7 @@ def plan_of(model: Any, size: int) -> dict[str, str]:
 def _refuse_unequal_parts(number: int, words: str, kind: str, size: int) -> None:
     if number % size:
         largest = max(parts for parts in range(1, size) if number % parts == 0)
-        raise InputError(
-            f"{number} {words} cannot be divided evenly over {kind}={size}: over {kind}={largest} they can"
-        )
+        raise InputError(f"{number} {words} cannot be divided evenly over {kind}={size}; {kind}={largest} works")
 
 
 # -- expert parallelism by a model's own plan --------------------------------------------------------------------------

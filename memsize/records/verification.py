@@ -69,7 +69,7 @@ _HINTS: Final = {
     "allocated": "the caching allocator's blocks",
     "reserved": "the caching allocator's segments",
     "device": "what the process takes on the device",
-    "MemTracker": "the peak that PyTorch's MemTracker tells of the same step, beside what was allocated",
+    "MemTracker": "the peak that PyTorch's MemTracker predicts for the same step",
 }
 _UNMEASURED: Final = Missing("nothing was measured")
 
@@ -78,15 +78,15 @@ def _measured(value: Any, cell: Callable[[Any], Cell]) -> Cell:
     return _UNMEASURED if value is None else cell(value)
 
 
-_UP_TO: Final = "the most, where cuDNN's workspaces or the CUDA context are not known"
+_UP_TO: Final = "the highest prediction, where cuDNN's workspaces or the CUDA context are unknown"
 
 FIGURE_FIELDS: Final = Fields[FigureComparison](
     field("figure", "peak", NAME, 100, "what is compared"),
     field("benchmark", "cudnn.benchmark", TEXT, 100, "torch.backends.cudnn.benchmark in that run"),
-    field("predicted", "predicted", BYTES, 98, "the least that memsize says", get=lambda row: row.predicted.low),
+    field("predicted", "predicted", BYTES, 98, "the lowest prediction", get=lambda row: row.predicted.low),
     field("predicted_most", "up to", BYTES, 92, _UP_TO, key="most"),
     field("measured", "measured", BYTES, 99, "what the GPU showed", nullable=True),
-    field("difference", "off by", SIGNED, 96, "predicted less measured; nothing inside the interval", nullable=True),
+    field("difference", "off by", SIGNED, 96, "predicted minus measured; 0 inside the interval", nullable=True),
     field("share", "%", CHANGE, 95, "the same as a share of what was measured"),
     get={"predicted_most": lambda row: row.predicted.high},
     cell={

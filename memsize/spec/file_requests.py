@@ -25,7 +25,7 @@ Which = Literal["all", "distinct"]
 _Path = str | os.PathLike[str]
 _jobs: Final = partial(option, flags=("-j", "--jobs"), shown="one per core", least=1)
 _steps: Final = partial(option, help="Stop after N optimizer steps; 0 runs the program to its end.", least=0)
-_allow_writes: Final = partial(option, False, "Let the program write to files that were there before.")
+_allow_writes: Final = partial(option, False, "Let the program change existing files.")
 _NO_RANK: Final = "no rank {!r}: a number from 0, all or distinct"
 
 
@@ -169,8 +169,8 @@ class SweepRequest:
         metavar="FILE",
         shown="FILE's name, ending in .jsonl",
     )
-    retry: bool = option(False, "Run the cells again that failed.")
-    fresh: bool = option(False, "Forget the results that are there, and run all cells.")
+    retry: bool = option(False, "Run failed cells again.")
+    fresh: bool = option(False, "Discard existing results, and run all cells.")
     jobs: int | None = _jobs(None, "Processes that run cells side by side.")
     backend: Backend = option(
         "loky", "Where cells run: loky on this machine, dask on a cluster.", choices=get_args(Backend)

@@ -222,30 +222,28 @@ class Serving:
     server: str | None = option(
         None,
         "The server and its release: vllm=0.9.2, sglang=0.5.9.",
-        shown="the newest vLLM that is known",
+        shown="the newest known vLLM",
         metavar="RELEASE",
     )
     gpu_memory_utilization: float | None = option(
         None,
-        "The part of the card's memory that the server may take.",
+        "Fraction of GPU memory that the server may use.",
         shown="the server's",
         metavar="PART",
     )
-    block_size: int | None = option(None, "Tokens of a block.", shown="the server's", least=1)
+    block_size: int | None = option(None, "Tokens per block.", shown="the server's", least=1)
     max_num_batched_tokens: int | None = option(
         None,
-        "Tokens of one step at most.",
+        "Most tokens in a step.",
         shown="the server's",
         least=1,
     )
-    max_num_seqs: int | None = option(None, "Sequences of one step at most.", shown="the server's", least=1)
-    max_model_len: int | None = option(None, "Tokens of a request.", shown="the model's positions", least=1)
-    tensor_parallel_size: int = option(
-        1, "Cards that share a layer.", flags=("--tp", "--tensor-parallel-size"), least=1
-    )
-    kv_cache_dtype: str | None = option(None, "Keep the cache in this dtype.", choices=tuple(KV_BYTES))
+    max_num_seqs: int | None = option(None, "Most sequences in a step.", shown="the server's", least=1)
+    max_model_len: int | None = option(None, "Tokens per request.", shown="the model's positions", least=1)
+    tensor_parallel_size: int = option(1, "Tensor-parallel size.", flags=("--tp", "--tensor-parallel-size"), least=1)
+    kv_cache_dtype: str | None = option(None, "Dtype of the cache.", choices=tuple(KV_BYTES))
     kv_cache_memory: str | int | None = option(
-        None, "Size of the cache, in place of what is left: 40GiB.", metavar="SIZE"
+        None, "Size of the cache, instead of the memory that is left: 40GiB.", metavar="SIZE"
     )
     enforce_eager: bool = option(False, "Capture no CUDA graphs.")
 

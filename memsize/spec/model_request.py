@@ -129,7 +129,7 @@ class ModelRequest:
         metavar="PATTERNS",
     )
     imbalance: float = option(
-        1.0, "Tokens that the busiest expert gets, or under ep the busiest GPU, times the mean.", least=1
+        1.0, "Tokens of the busiest expert (under ep, of the busiest GPU) as a multiple of the mean.", least=1
     )
 
     def __post_init__(self) -> None:

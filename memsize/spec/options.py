@@ -5,7 +5,7 @@ The command line's options, the keywords of Python, the keys of TOML files and t
 
     @dataclass(frozen=True, kw_only=True)
     class Serving:
-        block_size: int = option(16, "Tokens of a block.", least=1)
+        block_size: int = option(16, "Tokens per block.", least=1)
 
     @dataclass(frozen=True, kw_only=True)
     class ServeRequest:

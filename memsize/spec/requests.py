@@ -46,7 +46,7 @@ _execute: Final = partial(
 _compile: Final = partial(
     option,
     False,
-    help="Compile the model with torch.compile, and show it beside the model as it is written.",
+    help="Compile the model with torch.compile, and show it next to the uncompiled model.",
     choices=get_args(CompileMode),
 )
 budget_option: Final = partial(
@@ -230,7 +230,7 @@ class GenerateRequest:
 
     model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode", "freeze"))
     prompt: int | str | Iterable[int] = option(
-        512, "Tokens of the prompt; several lengths.", kind="list", metavar="N,…"
+        512, "Tokens of the prompt; lengths separated by commas.", kind="list", metavar="N,…"
     )
     generation: Generation = part(Generation)
     assistant_model: nn.Module | str | None = option(
@@ -241,7 +241,7 @@ class GenerateRequest:
     prompt_lookup_num_tokens: int | None = option(None, "N tokens before each step, looked up in the prompt.", least=1)
     batch_size: int | str | Iterable[int] = option(
         1,
-        "Sequences at once; several sizes.",
+        "Batch sizes, separated by commas.",
         flags=("-b", "--batch", "--batch-size"),
         kind="list",
         metavar="N,…",

@@ -329,7 +329,7 @@ def _predicted(explanation: Explanation) -> Iterator[Finding]:
     values = {"predicted": Bytes(explanation.predicted.requested), "model": explanation.predicted.model}
     values |= {"share": share}
     if widest is not None and abs(off) >= explanation.requested * _WORTH_TELLING:
-        template += "; the widest gap is in {noun}, {there} predicted and {here} found"
+        template += "; the largest gap is in {noun}: {there} predicted, {here} found"
         values |= {"noun": noun(widest.category), "there": Bytes(widest.predicted or 0)}
         values |= {"here": Bytes(widest.bytes)}
     yield Finding("snapshot-predicted", template + ".", values, bytes=off)
@@ -348,7 +348,7 @@ def _other_snapshot(explanation: Explanation) -> Iterator[Finding]:
         template = "Tensors held {here} instead of the {there} in {other} ({share})"
         values["share"] = signed_share(other.requested, explanation.requested)
     if widest is not None and widest.growth:
-        template += "; the widest difference is {at}: {before} → {after}"
+        template += "; the largest difference is {at}: {before} → {after}"
         values |= {"at": f"at {widest.line}" if widest.line else f"in {noun(widest.category)}"}
         values |= {"before": Bytes(widest.before or 0), "after": Bytes(widest.bytes)}
     yield Finding("snapshot-compared", template + ".", values, bytes=off)

@@ -30,7 +30,7 @@ def _peaks(run: ProgramRun) -> Iterator[Finding]:
     names = {"evaluation": "the evaluation {evaluation}", "checkpoint": "the checkpoint {checkpoint}"}
     parts = ("training holds {training} of tensors", *(names[name] for name in values))
     text = f"At their peaks, {', '.join(parts[:-1])} and {parts[-1]}."
-    brief = f"Training fits, what follows does not: {text[0].lower()}{text[1:]}" if run.ran_out else ""
+    brief = f"Training fits, the code after it does not: {text[0].lower()}{text[1:]}" if run.ran_out else ""
     figures = values | sizes(training=after.training)
     yield Finding("run-after-steps", brief or text, figures, bytes=max(values.values()), brief=brief)
 
@@ -68,6 +68,6 @@ def _remedy(after: AfterSteps) -> str:
 def _failed(run: ProgramRun) -> Iterator[Finding]:
     if run.after is not None and run.after.failure:
         where = " at {line}" if run.after.failed_at else ""
-        text = f"The code after the training steps failed{where}: {{failure}}. The figures include it up to there."
+        text = f"The code after the training steps failed{where}: {{failure}}. The figures cover it up to that point."
         values = {"line": run.after.failed_at, "failure": run.after.failure.rstrip(".: ")}
         yield Finding("run-after-steps-failed", text, values)

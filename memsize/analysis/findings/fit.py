@@ -167,7 +167,9 @@ def _what_more_sequences_leave(evidence: FitEvidence) -> Iterator[Finding]:
     least, most = rows[-1], max(rows, key=lambda row: (row.batch or 0) * (row.size or 0))
     values: dict[str, object] = {"batch": least.batch or 0, "context": least.size or 0}
     values |= {"best": most.batch or 0, "each": most.size or 0, "tokens": (most.batch or 0) * (most.size or 0)}
-    text = "{batch} sequences fit with {context} tokens each; {best} sequences of {each} fit the most tokens, {tokens}."
+    text = (
+        "{batch} sequences of {context} tokens fit; the most tokens in all, {tokens}, are {best} sequences of {each}."
+    )
     yield Finding("fit-frontier", text, values, brief=text)
 
 

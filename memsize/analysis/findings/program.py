@@ -99,7 +99,7 @@ _PURPOSES: Final = {
     "_log_softmax": "the log-probabilities of the loss",
     "_log_softmax_backward_data": "the gradient of the logits",
     "nll_loss_backward": "the gradient of the log-probabilities",
-    "_safe_softmax": "attention scores, since no fused kernel takes this call",
+    "_safe_softmax": "attention scores, since no fused kernel supports this call",
     "_softmax": "the result of a softmax",
     "_softmax_backward_data": "the gradient of a softmax",
 }
@@ -112,7 +112,7 @@ def request_in_words(run: ProgramRun, request: Refused) -> dict[str, object]:
     line, where = request.line or "a line of PyTorch's own", moment_in_words(request.phase, request.layer)
     purpose = _PURPOSES.get(request.op, "")
     if request.op == "_safe_softmax" and run.card.capability < (8, 0) and _holds(run, request.layer, "bfloat16"):
-        purpose = "attention scores, since no fused kernel takes bfloat16 on this GPU"
+        purpose = "attention scores, since no fused kernel supports bfloat16 on this GPU"
     op = f"{request.op} ({purpose})" if purpose else request.op
     return {"line": line, "where": where, "op": op} | sizes(bytes=request.bytes, free=request.free)
 
@@ -175,7 +175,7 @@ def _other_gpu(run: ProgramRun) -> Iterator[Finding]:
     match = re.match(r"InputError: cuda:(\d+) is the GPU of another process", run.failure or "")
     if match is not None:
         text = (
-            "Rank {rank} puts a tensor on cuda:{gpu}, the GPU of another rank, where it takes a CUDA context too: call "
+            "Rank {rank} puts a tensor on cuda:{gpu}, the GPU of another rank, and creates a CUDA context there: call "
             "torch.cuda.set_device(local_rank) first, and pass map_location to torch.load."
         )
         yield Finding("run-other-gpu", text, {"rank": run.trace.world.rank, "gpu": match[1]})

@@ -101,7 +101,7 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
     values |= sizes(**{f"bytes{number}": line_bytes for number, (_, line_bytes) in enumerate(lines)})
     shares = ", ".join(f"{{bytes{number}}} at {{line{number}}}" for number in range(len(lines)))
     rest = f" and the rest at {len(by_line) - _LINES} more lines." if len(by_line) > _LINES else "."
-    text = "Functions keep {size} of the {all} for backward; the table counts it for their modules, {layers}: "
+    text = "Functions keep {size} of the {all} for backward; the table attributes it to their modules, {layers}: "
     yield Finding("kept-by-functions", text + shares + rest, values, bytes=size, layers=layers)
 
 
@@ -170,7 +170,7 @@ def what_halving_cannot_halve(evidence: Evidence) -> Iterator[Finding]:
     fixed = [t for t in buffers if t.bytes >= 1024]
     inputs = [i for i in evidence.as_given.inputs if "float" not in i.spec.dtype]
     parts = ["integer buffers ({buffers})"] if fixed else []
-    parts += ["inputs of integers ({inputs}: {names})"] if inputs else []
+    parts += ["integer inputs ({inputs}: {names})"] if inputs else []
     if parts:
         of_buffers, of_inputs = bytes_of(fixed), sum(i.bytes for i in inputs)
         values = sizes(buffers=of_buffers, inputs=of_inputs) | {"names": tuple(f"{i.name} {i.spec}" for i in inputs)}

@@ -77,7 +77,7 @@ def sweep_interrupted(missing: Sequence[str], cells: int, saved: bool) -> tuple[
         return ()
     if len(missing) == cells:
         before = "before any of {cells} cells was done" if cells > 1 else "before its cell was done"
-        text = f"Interrupted {before}. The same command starts again."
+        text = f"Interrupted {before}. The same command starts over."
     else:
         are = "is" if len(missing) == 1 else "are"
         text = f"Interrupted: {{count}} of {{cells}} cells {are} missing: {{missing}}."

@@ -360,28 +360,29 @@ def _notes(
     yield from runs.notes
     if not runs.resizable:
         yield (
-            "the inputs do not agree on a batch dimension, so only the batch that they have was tried: a function for "
-            "--inputs with a parameter called batch_size makes others"
+            "the inputs have no common batch dimension, so only their own batch was tried: to vary it, give --inputs a "
+            "function with a parameter batch_size"
         )
     searched = [row for row in rows if row.status not in ("unavailable", "fits", "exceeds")]
     if searched:
         most = max(len(row.looked) for row in searched)
         done = "put together from traced steps" if runs.generates else "run"
-        following = ", and so was the next size" if all(row.status in ("found", "none") for row in searched) else ""
-        yield f"each answer was {done}{following}: {runs.count} runs in all, at most {most} per answer"
+        next_size = all(row.status in ("found", "none") for row in searched)
+        answers = "each answer and the next size were" if next_size else "each answer was"
+        yield f"{answers} {done}: {runs.count} runs in all, at most {most} per answer"
     # The workspace of a convolution is of the order of the largest tensor that one makes, in the first answer.
     answer = next(((row.scenario, row.size) for row in rows if row.size), None)
     if first := next((trace for run, trace in traces.items() if run[:2] == answer), None):
         outputs = (storage.bytes for storage in first.storages if "convolution" in storage.op)
         if workspace := max(outputs, default=0):
             yield (
-                f"cuDNN's workspaces are not counted: a convolution may take up to {format_bytes(workspace)} more for "
-                "a moment; --margin leaves room"
+                f"cuDNN's workspaces are not counted: a convolution may temporarily take up to "
+                f"{format_bytes(workspace)} more; --margin leaves room"
             )
     if uneven := tuple(f"{row.name} on {row.gpu}" for row in rows if not row.monotone):
         yield (
-            f"memory does not only grow with the size under {join_names(uneven)}: a smaller one than the answer needs "
-            "more than there is; --allocator expandable_segments:True tells whether it lies free, in pieces too small"
+            f"memory does not always grow with the size under {join_names(uneven)}: a smaller size than the answer "
+            "does not fit; --allocator expandable_segments:True tells whether fragmentation is the cause"
         )
     yield from (note for trace in traces.values() for note in trace.notes)
 

@@ -95,9 +95,9 @@ def check_cut_cross_entropy(setup: Setup, is_cast: bool) -> Setup:
     """Raise `NotApplicable` where cut cross-entropy would refuse the model's head, which autocast may cast."""
     head = _head(setup.model)
     if "bias" in dict(head.named_parameters(recurse=False)):
-        raise NotApplicable("cut cross-entropy takes a head without a bias")
+        raise NotApplicable("cut cross-entropy needs a head without a bias")
     if head.weight.dtype not in (torch.float16, torch.bfloat16) and not is_cast:
-        raise NotApplicable("cut cross-entropy takes hidden states of 16 bits")
+        raise NotApplicable("cut cross-entropy needs 16-bit hidden states")
     return setup
 
 
@@ -105,7 +105,7 @@ def keep_the_last_logits(setup: Setup) -> Setup:
     """Let the head make the logits of the last token of each sequence alone: no other is looked at."""
     model = setup.model
     if {"logits_to_keep", "num_logits_to_keep"} & set(inspect.signature(model.forward).parameters):
-        raise NotApplicable("generate asks the model for the logits of the last token alone already")
+        raise NotApplicable("generate already asks for the logits of the last token only")
     head = _head(model)
     forward = head.forward
     head.forward = lambda hidden: forward(hidden[:, -1:])  # type: ignore[method-assign,assignment]
@@ -190,7 +190,7 @@ def write_in_place(setup: Setup) -> Setup:
     """Let activations write over their input, where their backward does not need it."""
     activations = [module for module in setup.model.modules() if isinstance(module, _IN_PLACE) and not module.inplace]
     if not activations:
-        raise NotApplicable("no activation module has an in-place form that it doesn't use already")
+        raise NotApplicable("no activation module has an in-place form that is not in use already")
     for module in activations:
         module.inplace = True
     return setup
@@ -211,11 +211,11 @@ def autoencoders(model: nn.Module) -> list[nn.Module]:
 def freeze_all_but_head(setup: Setup) -> Setup:
     """Train only the last module that has parameters."""
     if has_adapters(setup.model):
-        raise NotApplicable("adapters alone are trained already")
+        raise NotApplicable("only adapters are trained already")
     owners = [module for module in setup.model.modules() if module._parameters]
     trained = [module for module in owners if any(p.requires_grad for p in module.parameters(recurse=False))]
     if len(trained) < 2:
-        raise NotApplicable("one module is trained at most")
+        raise NotApplicable("at most one module is trained")
     setup.model.requires_grad_(False)
     for parameter in trained[-1].parameters(recurse=False):
         parameter.requires_grad_(True)
@@ -338,7 +338,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         by_class = {nn.Sequential: [*innermost]}
     repeated = [blocks for blocks in by_class.values() if len(blocks) > 1]
     if not repeated:
-        raise NotApplicable("no module of several layers stands more than once in a list or a sequence")
+        raise NotApplicable("no block of several layers repeats in a list or a sequence")
     return max(repeated, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
 
 

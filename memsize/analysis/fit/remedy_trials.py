@@ -74,8 +74,8 @@ GENERATION_REMEDIES: Final = (
 
 def fewer_sequences(parts: int) -> VariantRemedy:
     """Generate for one of `parts` parts of the batch at a time."""
-    title = f"{parts} generations one after the other, each of a part of the sequences"
-    cost = "longer: each step makes tokens for fewer sequences"
+    title = f"{parts} generations in turn, each with part of the sequences"
+    cost = "slower: each step generates tokens for fewer sequences"
     return remedy(f"batch ÷{parts}", "speed", partial(replace, split=parts), "parts", texts=(title, cost))
 
 

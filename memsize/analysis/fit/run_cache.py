@@ -320,7 +320,7 @@ _TOGETHER: Final = 16
 """The largest of the batches that are traced together has this many times the sequences of the smallest."""
 _MOST_TOKENS: Final = 1 << 23
 """The most tokens of all sequences in a generation that is traced for several contexts."""
-_INEXACT = "some steps are close to what was derived for them, not equal"
+_INEXACT = "some steps differ slightly from the derived figures"
 
 
 class GenerationRunCache(RunCache):
@@ -377,7 +377,7 @@ class GenerationRunCache(RunCache):
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the report about the sizes to try."""
-        note = f"the model has positions for {self.most:,} tokens: no more are looked at"
+        note = f"the model has positions for {self.most:,} tokens: longer contexts were not tried"
         return (note,) if self.most < LIMIT else ()
 
     def _trace(self, variant: RunVariant, size: int) -> Run:

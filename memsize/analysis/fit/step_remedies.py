@@ -56,11 +56,11 @@ TEXTS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "expandable segments": ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "none known on Linux"),
     "bucket views": (
-        "DistributedDataParallel(gradient_as_bucket_view=True): gradients lie in their buckets",
+        "DistributedDataParallel(gradient_as_bucket_view=True): gradients are views of their buckets",
         "nothing, unless gradients are detached in place (detach_)",
     ),
     "fsdp": (
-        "fully_shard in place of copies: each GPU stores its part alone",
+        "fully_shard instead of copies: each GPU stores only its shard",
         "layers are gathered for each forward and backward",
     ),
     "offload": (
@@ -89,19 +89,19 @@ TEXTS: Final[Mapping[str, tuple[str, str]]] = {
     "set_to_none": ("zero_grad(set_to_none=True)", "none"),
     "chunked cross-entropy": (
         "head and loss over 1,024 tokens at a time",
-        "a second product of the head; no logits to look at",
+        "a second product with the head; no logits to inspect",
     ),
     "Liger's fused loss": (
         "LigerFusedLinearCrossEntropyLoss, which use_liger_kernel=True of transformers' Trainer switches on too",
-        "another library; gradients of the head are made in the forward; no logits to look at",
+        "another library; gradients of the head are computed in the forward; no logits to inspect",
     ),
     "cut cross-entropy": (
         "cut_cross_entropy.linear_cross_entropy, which holds no logits",
-        "another library, for 16 bits; negligible gradients are dropped; no logits to look at",
+        "another library, for 16 bits; negligible gradients are dropped; no logits to inspect",
     ),
     "selective checkpointing": (
         "create_selective_checkpoint_contexts around each repeated block: products and attention are kept",
-        "a few percent more time: what lies between products is computed again",
+        "a few percent more time: operations between products are recomputed",
     ),
     "activation offload": (
         "torch.autograd.graph.save_on_cpu(pin_memory=True) around the forward",
@@ -143,15 +143,18 @@ TEXTS: Final[Mapping[str, tuple[str, str]]] = {
         "rounded keys and values, unpacked each time they are used",
     ),
     "prefill in chunks": (f"prefill_chunk_size={CHUNK}", "a slower prefill, in smaller pieces"),
-    "last logits only": ("the head applied to the last token of the prompt alone", "none: generate looks at no other"),
+    "last logits only": (
+        "the head applied only to the last token of the prompt",
+        "none: generate reads no other logits",
+    ),
     "static cache": ('cache_implementation="static"', "room for the whole context from the first token on"),
     "offloaded cache": (
         'cache_implementation="offloaded"',
-        "as much memory of the host, and each step copies the whole cache to the GPU and back",
+        "as much host memory, and each step copies the whole cache to the GPU and back",
     ),
     "2 cards": (
         "each layer divided between two such GPUs (tensor parallelism), as vLLM divides it",
-        "a second card, and what all of them exchange after each layer",
+        "a second GPU, and communication after each layer",
     ),
 }
 """What each remedy is, and what it costs."""
@@ -419,7 +422,7 @@ def fewer_checkpoints(blocks: int) -> Iterator[VariantRemedy]:
 
 def more_gpus(parallel: Parallel | None) -> Iterator[VariantRemedy]:
     """Yield the same strategy on twice as many GPUs, four times as many and so on, if each stores less then."""
-    cost = "more GPUs; all of them together take a larger batch"
+    cost = "more GPUs; a larger global batch"
     while parallel and 2 * parallel.size <= _MOST_GPUS:
         if parallel.shards_parameters:
             parallel = replace(parallel, shards=2 * parallel.shards)

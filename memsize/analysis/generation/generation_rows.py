@@ -30,7 +30,7 @@ from memsize.workloads.generation import ASSISTANT, DECODE, PREFILL, Prompts, po
 from memsize.workloads.kv_caches import CachedLayer
 
 _WEIGHTS = ("parameter", "buffer")
-_NONE_RIGHT = "none of the tokens that are proposed is right: no step needs more than those that are taken then"
+_NONE_RIGHT = "every proposed token is assumed to be rejected, the worst case"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def report_generation(
         largest = work.trace(max(results, key=lambda result: getattr(result.row.estimate, "requested", 0)))
     config, most = getattr(runner.model, "config", None), positions(runner.model)
     tokens = max(generation.prompt + generation.max_new_tokens for generation in request.generations)
-    beyond = f"the model has positions for {most or 0:,} tokens: its answers to {tokens:,} have no meaning"
+    beyond = f"the model has positions for {most or 0:,} tokens: at {tokens:,} its output is meaningless"
     is_beyond = most and tokens > most and not getattr(config, "is_encoder_decoder", False)
     return GenerationReport(
         model=runner.name,

@@ -45,9 +45,7 @@ _STEADY = 3
 """The first decode step of a repeating pattern: it frees no storages of the prefill."""
 
 _OUT_OF_RANGE = "is out of range"
-_TOO_LONG = (
-    "{} has a table of {:,} positions, and {:,} tokens are asked for: take fewer with --prompt or --max-new-tokens"
-)
+_TOO_LONG = "{} has a table of {:,} positions, and {:,} tokens are asked for: lower --prompt or --max-new-tokens"
 
 
 class Sample(NamedTuple):

@@ -79,7 +79,7 @@ MIXED: Final = 8192
 """The tokens of a prompt with images: more than those stand for."""
 _PROMPT = 8
 """The tokens of the prompt that is traced to measure the bytes of one more token in the cache."""
-_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets it"
+_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
 
 
 class Profile(NamedTuple):
@@ -136,9 +136,7 @@ class Server:
         paged = rows[ran].paged
         starts = paged is not None and paged.concurrency.low >= 1
         remedied = None if starts else self._remedied(scenarios[ran], config, context)
-        beyond = (
-            f"the model has positions for {most or 0:,} tokens: vLLM takes no longer context on its own ({_ALLOWED})"
-        )
+        beyond = f"the model has positions for {most or 0:,} tokens: vLLM refuses a longer context ({_ALLOWED})"
         notes = (*notes, *([beyond] if most and context > most else []), *layouts[0].notes(served.block))
         budget = self._budget(served)
         return ServingReport(

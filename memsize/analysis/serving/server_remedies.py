@@ -142,7 +142,8 @@ def assumptions(
     if captured is not None:
         low, high = (size / GiB for size in row.graphs)
         yield (
-            f"{rules.name} takes an estimate of the CUDA graphs' memory off the cache, {low:.2f} to {high:.2f} GiB for "
+            f"{rules.name} subtracts an estimate of the CUDA graphs' memory from the cache, {low:.2f} to {high:.2f} "
+            "GiB for "
             f"{captured.piecewise} piecewise and {captured.full} full graphs of up to {captured.largest:,} tokens: "
             "none with --enforce-eager"
         )
@@ -159,7 +160,7 @@ def assumptions(
     yield "adapters and the models of speculative decoding come on top of what the server may take"
     if any(group.kind == STATE for group in groups):
         yield (
-            "layers with a state run transformers' plain PyTorch code, which needs far more for a moment than a "
+            "layers with a state run transformers' plain PyTorch code, which temporarily needs far more than a "
             "server's kernels: the cache has at least these blocks"
         )
     if reads_images:

@@ -95,7 +95,7 @@ def config_input_maker(
         if missing or not names:
             raise InputError(_no_inputs(one, names, missing))
         if request.seq_len is not None and not _SEQUENCES.intersection(names):
-            raise InputError(f"{type(model).__name__} takes images: --seq-len means nothing to it")
+            raise InputError(f"{type(model).__name__} takes images: --seq-len has no effect")
         batch = Batch(model, preprocessor, request, makers, tokens)
         arguments = {name: batch.get(name) for name in names}
         return {name: value for name, value in arguments.items() if value is not None}
@@ -121,9 +121,9 @@ def _left_out(batch: Batch, names: tuple[str, ...], why: str) -> str | None:
         return None
     name, others = type(batch.model).__name__, " and ".join(left)
     if set(names) & set(PERCEIVED):
-        return f"{', '.join(batch.beside)} alone is given to {name} beside its text: --inputs can add {others}"
-    reason = f", since what it perceives does not pass ({why})" if why else ""
-    return f"only text is given to {name}{reason}: --inputs can add {others}"
+        return f"{', '.join(batch.beside)} is all that {name} gets besides its text: --inputs can add {others}"
+    reason = f", since its other inputs fail ({why})" if why else ""
+    return f"{name} gets only text{reason}: --inputs can add {others}"
 
 
 # -- which arguments --------------------------------------------------------------------------------------------------
@@ -200,5 +200,5 @@ def _embedded(batch: Batch, name: str, owner: Any, method: str) -> int:
     embeddings = list(arguments_in([features if pooled is None else pooled]))
     width = batch.model.get_input_embeddings().weight.shape[-1]
     if any(tensor.shape[-1] != width for tensor in embeddings):
-        raise ValueError("what is perceived is embedded in another width than the text")
+        raise ValueError("images or audio are embedded in another width than the text")
     return int(sum(tensor.numel() for tensor in embeddings) // width)

@@ -125,4 +125,4 @@ def _objects(shape: tuple[int, ...], module: Any) -> dict[str, Any]:
 
 def _refuse_seq_len(request: InputRequest, label: str) -> None:
     if request.seq_len is not None:
-        raise InputError(f"{label} takes images: --seq-len means nothing to it")
+        raise InputError(f"{label} takes images: --seq-len has no effect")
