@@ -112,7 +112,7 @@ _ADVICE: dict[str, str] = {
         "say what the op returns with memsize.shape_rule, or compute it with memsize report --execute "
         "(in Python: execute=True)"
     ),
-    "depends on the data|reads a data-dependent value": (
+    "depends on the data|data-dependent": (
         "memsize runs the model without data and cannot know which way it goes: "
         "memsize report --execute computes it on the CPU (in Python: execute=True)"
     ),
