@@ -8,6 +8,7 @@ from memsize.analysis.verify.alignment import (
     _shortest_edit as _shortest_edit,
     align as align,
     gaps as gaps,
+    levels_beside as levels_beside,
     matched as matched,
 )
 from memsize.analysis.verify.cuda_memory import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, strategies as st
@@ -18,6 +18,7 @@ from tests.measurements import (
     align,
     allocations,
     gaps,
+    levels_beside,
     log_of,
     matched,
 )
@@ -247,3 +248,25 @@ def test_a_log_beside_nothing(log_: AllocationLog) -> None:
 def test_places_are_kept_once() -> None:
     assert log(*STEP).places == (FC, ACT, HEAD, GRAD)
     assert log(*STEP).entries[2] == LogEntry(0, -4096, 1)
+
+
+# -- another run at each event of one ---------------------------------------------------------------------------------
+
+CHANGES = st.lists(st.integers(-(2**20), 2**20).filter(bool), min_size=1, max_size=60)
+
+
+@given(CHANGES, st.data())
+def test_a_run_beside_itself_is_itself_also_where_it_ends_early(changes: list[int], data: st.DataObject) -> None:
+    run = [2**20, *changes]
+    count = data.draw(st.integers(1, len(run)))
+    assert levels_beside(run[:count], run) == tuple(accumulate(run[:count]))
+
+
+def test_what_lies_between_matches_is_stretched_with_its_highest_level() -> None:
+    # 4 and 8 KiB match. Between them the other run takes 100 KiB and gives them back, in two events for one here.
+    real, other = [4096, -4096, 8192], [4096, 102400, -102400, -4096, 8192]
+    assert levels_beside(real, other) == (106496, 4096, 8192)
+    assert levels_beside(other, real) == (4096, 4096, 0, 0, 8192)
+    # Nothing is said of runs without allocations in common, nor where the other is longer.
+    assert levels_beside([4096, -4096], [8192, -8192]) == ()
+    assert levels_beside([4096, 512], [4096, 512, 4096]) == (4096, 4608)

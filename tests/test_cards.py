@@ -64,11 +64,10 @@ def test_an_unknown_card_is_refused_with_the_nearest(name, nearest):
         card(name)
 
 
-@pytest.mark.parametrize("size", ["48GB", "15109 MiB", "0.5tb"])
-def test_a_size_is_no_card(size):
+@pytest.mark.parametrize(("size", "gpu"), [("48GB", "L40S"), ("15109 MiB", "Tesla T4"), ("0.5tb", "Apple 512GB")])
+def test_a_size_is_no_card_and_the_nearest_ones_are_named(size, gpu):
     with pytest.raises(
-        InputError,
-        match=f"'{size}' is a size, not a GPU: name one of those that memsize gpus lists, or give fit a --budget",
+        InputError, match=f"'{size}' is a size, not a GPU: did you mean .*{gpu}.*memsize fit has --budget"
     ):
         card(size)
 

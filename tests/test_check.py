@@ -516,7 +516,7 @@ def test_settings_of_a_baseline_are_the_options_that_differ_from_their_defaults(
 
 def test_what_no_first_section_can_be_written_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(("check", "--input", "64")) == 2
-    assert "No such option" in capsys.readouterr().err
+    assert "no such option" in capsys.readouterr().err
     assert "no such file" in refused(capsys, "gone.py:Net", command="init")
     Path("pyproject.toml").write_text("[tool]\nmemsize = { target = [] }\n")
     assert "cannot take a [[tool.memsize.target]]" in refused(capsys, "net.py:Net", command="init")

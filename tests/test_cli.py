@@ -242,8 +242,8 @@ def test_what_is_wrong_with_a_command(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ([], "Missing argument 'TARGET'"),
-        (["model.py:Net", "--inputt", "3"], "No such option"),
+        ([], "missing argument 'TARGET'"),
+        (["model.py:Net", "--inputt", "3"], "no such option"),
         (["model.py:Net", "-b", "0"], "0 is not in the range"),
         (["model.py:Net", "--depth", "-1"], "-1 is not in the range"),
         (["model.py:Net", "--mode", "test"], "'test' is not one of"),
@@ -316,10 +316,18 @@ def test_a_terminal_gets_errors_wrapped_at_words(folder: None, monkeypatch: pyte
 
 
 def test_the_command_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["reprot", "model.py:Net"]) == 2
-    assert "Error: No such command 'reprot'. (Did you mean report, checkpoint?)" in capsys.readouterr().err
-    assert run(["zzz"]) == 2
-    assert "Error: No such command 'zzz'.\n" in capsys.readouterr().err
+    for arguments, said in (
+        ("reprot model.py:Net", "no such command 'reprot': did you mean report, checkpoint? (memsize --help)"),
+        ("zzz", "no such command 'zzz' (memsize --help)"),
+        (
+            "report a.py:A --optimizer sgd",
+            "no such option '--optimizer': did you mean --train? (memsize report --help)",
+        ),
+        ("report a.py:A --train --gpu t4", "--train has no value: --gpu follows it (memsize report --help)"),
+        ("run --gpu t4 python3 train.py", "no such script: python3 (give the script itself, without python)"),
+    ):
+        assert run(arguments.split()) == 2
+        assert capsys.readouterr().err == f"error: {said}\n"
     assert run(["report", "model.py:Net", "-b", "four"]) == 2
     assert "'four' is not a valid whole number" in capsys.readouterr().err
 

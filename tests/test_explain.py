@@ -301,6 +301,13 @@ def test_beside_a_prediction(tmp_path: Path, toy_target: str) -> None:
     assert {each.category: each.bytes for each in found.alive} == dict(predicted.peak.roles)
     assert {each.category: each.predicted for each in found.alive} == dict(predicted.peak.roles)
     assert found.predicted is not None and found.predicted.requested == predicted.peak.requested
+    # Event by event, too: blocks of the snapshot follow each other within an event of the trace, as a resize has both.
+    assert found.history is not None and len(found.predicted.levels) == len(found.history.events)
+    assert max(found.predicted.levels) == predicted.peak.requested
+    page = render(found, "html")
+    assert "Live bytes over the history, with the prediction as a line" in page and "predicted: at most" in page
+    found.save(tmp_path / "both.memsize")
+    assert memsize.load(tmp_path / "both.memsize") == found
     [finding] = [each for each in found.findings if each.code == "snapshot-predicted"]
     assert finding.bytes == 0
     assert finding.text().endswith(", as in the snapshot.")
@@ -321,6 +328,8 @@ def test_beside_another_snapshot(tmp_path: Path) -> None:
     assert {each.category: each.predicted for each in found.alive if each.predicted} == bytes_of(
         memsize.explain(before)
     )
+    assert found.predicted is not None and max(found.predicted.levels) == 44 * MiB
+    assert "with before.pickle as a line" in render(found, "html")
     first, *others = found.places
     assert (first.bytes, first.before, first.growth, first.blocks) == (14 * MiB, 0, 14 * MiB, 2)
     assert [place.growth for place in others] == [0] * len(others) and all(place.before for place in others)

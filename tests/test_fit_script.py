@@ -144,6 +144,6 @@ def test_the_command_takes_the_scripts_arguments(script: Path, capsys: pytest.Ca
     assert command(["fit-script", *options, str(script), "--", "--size", "20"]) == 0
     assert capsys.readouterr() == answer
     assert command(["fit-script", *options, "--train", "adamw", str(script), "--size", "20"]) == 2
-    assert "No such option" in capsys.readouterr().err
+    assert "no such option" in capsys.readouterr().err
     assert command(["fit", "model.py", "--gpu", "t4", "--", "--size", "20"]) == 2
     capsys.readouterr()

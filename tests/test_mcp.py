@@ -162,7 +162,7 @@ def test_what_is_outside_the_folder(tool: str, arguments: dict[str, Any], agent:
         ("report", {"target": "net.py:net", "batch_size": [1]}, "batch_size is '[1]'"),
         ("report", {"target": "net.py:net", "whole": "yes"}, "whole is 'yes': it should be true or false"),
         ("report", {"target": "net.py:net", "arguments": "width=6"}, "it should be a table"),
-        ("run", {}, "Missing argument 'PROGRAM'"),
+        ("run", {}, "missing argument 'PROGRAM'"),
         ("run", {"script": "net.py", "allow_writes": True}, "no argument 'allow_writes'"),
     ],
 )

@@ -7,7 +7,6 @@ change something, 1 for a bug in memsize, 130 after Ctrl-C, 141 when the reader 
 from __future__ import annotations
 
 import gc
-import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -93,7 +92,7 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         near = ", ".join(nearest(args[0], tuple(_COMMANDS)))
         if args[0] not in _COMMANDS and near and not args[0].startswith("-"):
-            ctx.fail(f"No such command {quoted(args[0])}. (Did you mean {near}?)")
+            ctx.fail(f"No such command {quoted(args[0])}: did you mean {near}?")
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -148,12 +147,11 @@ def run(arguments: Sequence[str]) -> int:
         return _without_torch(arguments, session)
     except MemsizeError as error:
         return _fail(str(error), session, _USER)
-    except click.ClickException as error:
-        shown = io.StringIO()
-        error.show(shown)
-        with suppress(OSError):
-            say(shortened(shown.getvalue().rstrip("\n"), LONGEST))
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
         return error.exit_code
+    except click.ClickException as error:
+        return _fail(_usage(error), session, error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
@@ -177,6 +175,31 @@ def _without_torch(arguments: Sequence[str], session: Session) -> int:
         elif is_hub_id(name) and nearest(name, tuple(presets())):
             return _fail(f"{unknown_id(name)}; {TorchMissingError()}", session, _USER)
     return _fail(str(TorchMissingError()), session, _USER)
+
+
+_OTHER_NAMES = {
+    "--bs": "--batch-size",
+    "--context": "--seq-len",
+    "--dtype": "--scenario",
+    "--optim": "--train",
+    "--optimizer": "--train",
+    "--precision": "--scenario",
+    "--shape": "--input",
+    "--vram": "--budget",
+    "--world-size": "--gpus",
+}
+"""What other tools call options."""
+
+
+def _usage(error: click.ClickException) -> str:
+    """What is wrong with the arguments, the option that may be meant, and where they are explained."""
+    text, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
+    if context is None:
+        return text
+    known = {flag for parameter in context.command.params for flag in parameter.opts}
+    if isinstance(error, click.NoSuchOption) and (meant := _OTHER_NAMES.get(error.option_name)) in known:
+        text = f"no such option {quoted(error.option_name)}: did you mean {meant}?"
+    return f"{text[:1].lower()}{text[1:]} ({context.command_path} --help)"
 
 
 def _bug(error: Exception, session: Session) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import shutil
 import sys
 import traceback
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,6 +54,8 @@ def run(request: RunRequest, output: Destination) -> int:
     after a few optimizer steps. PROGRAM may also be a saved run.
     """
     program = str(request.script)
+    if not request.module and not Path(program).exists() and (found := _command(program)):
+        request, program = replace(request, script=found), found
     if not request.module and is_saved(program):
         if arguments := tuple(request.arguments):
             raise InputError(f"{program} is a saved run, which takes no arguments: write {arguments[0]} before it")
@@ -133,10 +138,21 @@ def _check_started(program: str, module: bool) -> None:
     if not module and not Path(program).is_file():
         is_model = Path(program.partition(":")[0]).is_file()
         hint = f"memsize timeline {program} trains a model" if is_model else "-m runs a module"
+        hint = "give the script itself, without python" if re.fullmatch(r"(.*/)?python[\d.]*", program) else hint
         raise InputError(f"no such script: {program} ({hint})")
     package = program.partition(".")[0]
     if module and not (find_spec(package) or PathFinder.find_spec(package, [str(Path.cwd())])):
         raise InputError(f"no such module: {program} (without -m a script is run)")
+
+
+def _command(name: str) -> str | None:
+    """The script of a command that a package installs, such as ``trl``; None where no script of Python is called so."""
+    path = shutil.which(name)
+    if path is None:
+        return None
+    with open(path, "rb") as file:
+        first = file.readline(200)
+    return path if first.startswith(b"#!") and b"python" in first else None
 
 
 def _answer(answer: ProgramRun | RankRuns, output: Destination) -> None:

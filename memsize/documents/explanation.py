@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain, values_of
-from memsize.documents.sections import Bars, Chart, ScenarioView, Section, Table, Title
+from memsize.documents.sections import Bars, Chart, Overlay, ScenarioView, Section, Table, Title
 from memsize.documents.shared import listed, role_part
 from memsize.records.explanation import ALIVE_FIELDS, PLACE_FIELDS, RESERVED_FIELDS, BlockHistory, Explanation
 from memsize.records.fields import Share, Signed
@@ -36,11 +36,15 @@ class ExplanationDocument(Document[Explanation]):
 
     @cached_property
     def _chart(self) -> Chart | None:
-        history = self.answer.history
+        history, other = self.answer.history, self.answer.predicted
         if history is None:
             return None
+        title, overlay = "Live bytes over the history", None
+        if other and other.levels:
+            overlay = Overlay(other.model if other.is_snapshot else "predicted", other.levels)
+            title += f", with {other.model if other.is_snapshot else 'the prediction'} as a line"
         stacks = tuple(stack.calls for stack in history.stacks)
-        return Chart(_timeline(self.answer.snapshot, history), "Live bytes over the history", stacks, history.moment)
+        return Chart(_timeline(self.answer.snapshot, history), title, stacks, history.moment, overlay)
 
     def scenes(self) -> tuple[ScenarioView, ...]:
         chart = self._chart
@@ -89,13 +93,14 @@ class ExplanationDocument(Document[Explanation]):
         )
 
     def figures(self, unit: str) -> dict[str, Any]:
-        explanation = self.answer
+        explanation, other = self.answer, self.answer.predicted
         return {
             "schema": SCHEMA,
             **values_of(explanation, "snapshot", "device", "moment", "requested", "reserved_then", "line"),
             **values_of(explanation, "alive", "places"),
             "reserved": {"bytes": explanation.reserved.bytes, **plain(explanation.reserved)},
-            **values_of(explanation, "failed", "entries", "predicted"),
+            **values_of(explanation, "failed", "entries"),
+            "predicted": other and values_of(other, "model", "scenario", "requested", "reserved"),
             "findings": findings_data(explanation.findings, unit),
             "notes": explanation.notes,
         }
@@ -107,9 +112,7 @@ _BLOCK: Final = 512
 
 def _timeline(name: str, history: BlockHistory) -> Timeline:
     """The history as a timeline without modules, whose storages are blocks and whose lines are those of stacks."""
-    events = [(block.born, number, block.bytes) for number, block in enumerate(history.blocks)]
-    events += [(b.died, number, -b.bytes) for number, b in enumerate(history.blocks) if b.died is not None]
-    _, numbers, delta = zip(*sorted(events), strict=True)
+    numbers, delta = zip(*history.events, strict=True)
     blocks = [history.blocks[number] for number in numbers]
     rounded = (-(-abs(change) // _BLOCK) * (_BLOCK if change > 0 else -_BLOCK) for change in delta)
     mapped = [0] * len(delta)

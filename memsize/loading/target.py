@@ -238,5 +238,7 @@ def _git(*arguments: str, variables: Mapping[str, str] | None = None, folder: Pa
         raise TargetError("git is not installed: a revision of a target needs it") from None
     if process.returncode:
         message = first_line(process.stderr.decode(errors="replace")).removeprefix("fatal: ")
+        if message.startswith("not a git repository"):
+            raise TargetError(f"a revision needs a git repository, and there is none around {Path.cwd()}")
         raise TargetError(f"git {arguments[0]} failed: {message or f'status {process.returncode}'}")
     return process.stdout.decode(errors="surrogateescape")

@@ -142,6 +142,13 @@ class BlockHistory(NamedTuple):
     phases: tuple[Phase, ...]
     stacks: tuple[MakingStack, ...]
 
+    @property
+    def events(self) -> tuple[tuple[int, int], ...]:
+        """The events in order: the number of a block, and its bytes, below 0 where it is given up."""
+        events = [(block.born, number, block.bytes) for number, block in enumerate(self.blocks)]
+        events += [(b.died, number, -b.bytes) for number, b in enumerate(self.blocks) if b.died is not None]
+        return tuple((number, change) for _, number, change in sorted(events))
+
 
 class FailedRequest(NamedTuple):
     """A request for `bytes` that raised OutOfMemoryError with `free` bytes left, the last of `times`; and its line."""
@@ -155,12 +162,16 @@ class FailedRequest(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """The peak to compare with: that of a prediction, or of another snapshot, whose name is the `model`."""
+    """The run to compare with: a prediction, or another snapshot, whose name is the `model`; and its peak.
+
+    `levels` are its live bytes at each event of the history: none without one, or where the runs have little in common.
+    """
 
     model: str
     scenario: str
     requested: Size
     reserved: Size
+    levels: tuple[Size, ...] = ()
 
     @property
     def is_snapshot(self) -> bool:

@@ -46,7 +46,9 @@ _BESIDE: Final = 2
 """Lines of a screen that are not the answer's: the one of the command above it, and the prompt below."""
 _SHORT_TABLE: Final = 8
 """The lines that the main table gets of a screen before the verdict has more than a sentence: two rows, a total."""
-_ALARMS: Final = frozenset(("out-of-memory", "run-out-of-memory", "fit-exceeds", "fit-none", "fit-fixed-cost"))
+_ALARMS: Final = frozenset(
+    ("out-of-memory", "run-out-of-memory", "run-child-out-of-memory", "fit-exceeds", "fit-none", "fit-fixed-cost")
+)
 """Findings that say that something does not fit."""
 
 _MOST_LINES: Final = 40

@@ -13,10 +13,13 @@ from typing import Any, Final
 from memsize.analysis.explain.blocks import block_history
 from memsize.analysis.explain.history import Category, History, Life, categories, python_calls
 from memsize.analysis.explain.snapshot_file import Segment, Snapshot, read_snapshot
-from memsize.analysis.step import predicted_peak
+from memsize.analysis.step import StepTrace, predicted_peak
+from memsize.analysis.verify.alignment import levels_beside
 from memsize.errors import InputError
+from memsize.records.aggregates import split_phase
 from memsize.records.explanation import (
     Alive,
+    BlockHistory,
     Explanation,
     FailedRequest,
     How,
@@ -26,7 +29,9 @@ from memsize.records.explanation import (
     Reserved as ReservedBytes,
 )
 from memsize.records.finding import Finding, Rules, sizes
+from memsize.records.program import ProgramRun
 from memsize.records.roles import ROLES, UNKNOWN, noun
+from memsize.records.trace import Trace
 from memsize.units import Bytes, signed_share
 
 _MOST_CALLS: Final = 24
@@ -38,7 +43,7 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
 
     Of several GPUs it is the one that ran out of memory, else the one that holds most, unless `device` is given.
     """
-    named, roles = (None, {}) if beside is None else predicted(beside)
+    other, roles = (None, {}) if beside is None else predicted(beside)
     snapshot = read_snapshot(path)
     number = _chosen(snapshot) if device is None else device
     entries = snapshot.histories[number] if 0 <= number < len(snapshot.histories) else ()
@@ -49,6 +54,7 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
     named_lives = categories(history)
     lives = zip(history.lives, named_lives, strict=True)
     live = [(life, category) for life, category in lives if life.alive_at(last)]
+    blocks = block_history(history, named_lives, last)
     explanation = Explanation(
         snapshot=snapshot.name,
         device=number,
@@ -61,8 +67,8 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
         reserved=_reserved(history.segments),
         failed=_failed(history),
         entries=len(history.entries),
-        predicted=named,
-        history=block_history(history, named_lives, last),
+        predicted=other and other._replace(levels=_levels(beside, blocks)),
+        history=blocks,
         notes=tuple(_notes(snapshot, number, history)),
     )
     return replace(explanation, findings=RULES.findings(explanation))
@@ -207,6 +213,30 @@ def predicted(answer: Any) -> tuple[Predicted, Mapping[str, int]]:
     model, scenario, estimate = predicted_peak(answer)
     peak = Predicted(model, scenario=scenario, requested=estimate.requested, reserved=estimate.reserved)
     return peak, estimate.roles
+
+
+def _levels(beside: Any, history: BlockHistory | None) -> tuple[int, ...]:
+    """The live bytes of the run to compare with at each event of `history`; none where only its peak is known."""
+    if history is None:
+        return ()
+    real = [change for _, change in history.events]
+    match beside:
+        case Explanation(history=BlockHistory() as other):
+            return levels_beside(real, [change for _, change in other.events])
+        case StepTrace() | ProgramRun():
+            return levels_beside(real, _as_long(beside.trace, sum(change > 0 for change in real)))
+    return ()
+
+
+def _as_long(trace: Trace, allocations: int) -> list[int]:
+    """The changes of live bytes in `trace`, its last step repeated until there are as many `allocations`."""
+    steps = [split_phase(phase)[1] for phase in trace.phases]
+    of_last = [max(steps, default=0) == steps[event.phase] > 0 for event in trace.events]
+    changes = [event.delta for event in trace.events]
+    step = [change for change, is_last in zip(changes, of_last, strict=True) if is_last]
+    missing, length = allocations - sum(change > 0 for change in changes), sum(change > 0 for change in step)
+    end = len(of_last) - of_last[::-1].index(True) if step else 0
+    return changes[:end] + step * (-(-missing // length) if missing > 0 and length else 0) + changes[end:]
 
 
 # -- findings ----------------------------------------------------------------------------------------------------------

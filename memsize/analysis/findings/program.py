@@ -189,6 +189,14 @@ def _divides_heads(run: ProgramRun) -> Iterator[Finding]:
         yield Finding("run-divides-heads", template, {"shape": shape})
 
 
+@RULES.rule("run-child-out-of-memory")
+def _child_ran_out(run: ProgramRun) -> Iterator[Finding]:
+    for child in run.children:
+        if child.ran_out:
+            template = "Out of memory on {card} in a process that the script started: {command}."
+            yield Finding("run-child-out-of-memory", template, {"card": run.card.name, "command": child.command})
+
+
 @RULES.rule("run-child-failed")
 def _child_failed(run: ProgramRun) -> Iterator[Finding]:
     """The first one's failure is often the cause of the others', as in ranks that wait for it."""
@@ -207,26 +215,26 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
     if not run.gpu_children:
         return
     largest = max(run.gpu_children, key=lambda child: child.high)
+    values: dict[str, object] = {"count": len(run.gpu_children), "command": largest.command, "card": run.card.name}
+    values |= sizes(low=largest.low, high=largest.high, total=run.card.bytes)
+    if not run.trace.events and len(run.gpu_children) == 1 and largest.failure is None and largest.rank is None:
+        template = (
+            "It fits on {card}: {command}, which the script started, takes {low} to {high} of {total} at its peak."
+        )
+        values |= {"program": largest.command.removeprefix("python ")}
+        more = " To see what for: memsize run {program}."
+        yield Finding("run-children", template + more, values, bytes=largest.high)
+        return
     what = "A process" if len(run.gpu_children) == 1 else "The largest of {count} processes"
     template = f"{what} that the script started takes {{low}} to {{high}} of {{total}} at its peak, "
-    template += "not included in these figures: {command}"
+    template += "not included in these figures: {command}" if run.trace.events else "{command}"
     ranks = {child.rank for child in run.gpu_children if child.rank is not None}
     if largest.rank is not None:
         template += " (rank {rank}). To see each rank, run its script: memsize run --gpus {ranks} --rank all"
     elif not run.trace.events:
         template += ". To see all of it, give that script to memsize run"
-    values: dict[str, object] = {"count": len(run.gpu_children), "ranks": len(ranks)}
-    values |= sizes(low=largest.low, high=largest.high, total=run.card.bytes)
-    values |= {"command": largest.command, "rank": largest.rank}
+    values |= {"ranks": len(ranks), "rank": largest.rank}
     yield Finding("run-children", f"{template}.", values, bytes=largest.high)
-
-
-@RULES.rule("run-child-out-of-memory")
-def _child_ran_out(run: ProgramRun) -> Iterator[Finding]:
-    for child in run.children:
-        if child.ran_out:
-            template = "Out of memory on {card} in a process that the script started: {command}."
-            yield Finding("run-child-out-of-memory", template, {"card": run.card.name, "command": child.command})
 
 
 @RULES.rule("run-nothing-on-gpu")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
+from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 from memsize.records.measurement import NO_LOCATION, Allocation, AllocationLog, allocations
@@ -88,6 +89,28 @@ def _differences(
             kind = kind if expected.bytes == observed.bytes else "other size"
             at_peak = expected.at_peak or observed.at_peak
             yield (rank, -1), AllocationDifference(kind, expected.place, expected.bytes, observed.bytes, at_peak)
+
+
+def levels_beside(real: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """The live bytes of another run at each event of a real one; of the events that share one here, the most.
+
+    Both are the changes of live bytes, event by event. Their allocations are matched in order by size; between two
+    matches the other run is stretched, and behind the last its events follow one by one. No levels where less than half
+    of the shorter run's allocations match.
+    """
+    born, theirs = ([n for n, change in enumerate(run) if change > 0] for run in (real, other))
+    pairs = matched([-(-real[n] // _BLOCK) for n in born], [-(-other[n] // _BLOCK) for n in theirs])
+    if not pairs or 2 * len(pairs) < min(len(born), len(theirs)):
+        return ()
+    fixed = [(0, 0), *((born[a], theirs[b]) for a, b in pairs)]
+    end, other_end = fixed[-1]
+    left = min(len(real) - end, len(other) - other_end)
+    fixed += [(end + left, other_end + left), (len(real), other_end + left)]
+    live, levels = [*accumulate(other)], list[int]()
+    for (start, first), (stop, last) in pairwise(fixed):
+        edges = [first + event * (last - first) // (stop - start) for event in range(stop - start)] + [last]
+        levels += (max(live[low : max(high, low + 1)] or live[-1:]) for low, high in pairwise(edges))
+    return tuple(levels)
 
 
 # -- matching two sequences -------------------------------------------------------------------------------------------
