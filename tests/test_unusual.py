@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import while_loop
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.nn.utils.rnn import pack_sequence
@@ -561,3 +562,62 @@ def test_routing_is_assumed_to_be_even_and_said_so() -> None:
     assert [str(layer.outputs[0].spec) for layer in experts] == ["float32[32,16]"] * 4
     assert "a router sends every expert the same share" in report.assumptions[0]
     assert totals(report.trace).parameters == 16 * 4 + 4 * (16 * 32 + 32 + 32 * 16 + 16)
+
+
+class Conditional(nn.Module):
+    """A branch that its batch decides, or its input."""
+
+    def __init__(self, by_data: bool) -> None:
+        super().__init__()
+        self.by_data = by_data
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        decides = x.sum() > 0 if self.by_data else torch.tensor(len(x) < 4)
+        return torch.cond(decides, lambda x: self.first(x).exp().sum(-1), lambda x: self.second(x).exp().sum(-1), (x,))
+
+
+def test_a_conditional_keeps_operands_and_computes_its_branch_again() -> None:
+    batch = 8 * 64 * 4  # bytes of the input, which is all that is kept
+    trace = memsize.trace(Conditional(by_data=False), input_size=(64,), batch_size=8, optimizer="sgd").trace
+    assert totals(trace).saved_bytes == batch
+    products = [storage for storage in trace.storages if storage.op == "mm" and storage.shape == (8, 32)]
+    assert len(products) == 2 * 3  # of the second branch, in forward and backward of three steps
+    trace = memsize.trace(Conditional(by_data=True), input_size=(64,), batch_size=8, optimizer="sgd").trace
+    assert totals(trace).saved_bytes == batch and not any(storage.shape == (8, 32) for storage in trace.storages)
+    assert "torch.cond is assumed to take its first branch where that depends on data" in trace.notes
+
+
+class Loop(nn.Module):
+    """A loop that counts, or ends by its input."""
+
+    def __init__(self, by_data: bool) -> None:
+        super().__init__()
+        self.by_data = by_data
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def goes_on(count: Tensor, x: Tensor) -> Tensor:
+            return x.sum() < 0 if self.by_data else count < 5
+
+        count = torch.zeros((), dtype=torch.int64, device=x.device)
+        return while_loop(goes_on, lambda count, x: (count + 1, self.linear(x).sin()), (count, x))[1]
+
+
+@pytest.mark.parametrize(("by_data", "iterations"), [(False, 5), (True, 2)])
+def test_a_loop_runs_as_often_as_it_counts(by_data: bool, iterations: int) -> None:
+    trace = memsize.trace(Loop(by_data), input_size=(64,), batch_size=8, optimizer="sgd").trace
+    products = [storage for storage in trace.storages if storage.op == "addmm" and storage.shape == (8, 64)]
+    assert len(products) == 2 * 3 * iterations  # in forward and backward of three steps
+    note = "while_loop is assumed to run twice where that depends on data"
+    assert (note in trace.notes) is by_data
+
+
+def test_code_that_is_compiled_inside_a_forward_runs_as_it_is_written() -> None:
+    class Compiling(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.compile(lambda x: super(Compiling, self).forward(x).sin())(x)
+
+    layers = nn.Linear(64, 32), nn.ReLU()
+    trace = memsize.trace(Compiling(*layers), input_size=(64,), batch_size=8).trace
+    assert [storage.shape for storage in trace.storages if storage.op == "sin"] == [(8, 32)] * 3

@@ -13,12 +13,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
@@ -30,6 +30,7 @@ from memsize.processes.simulation import Function, Override, ThreadPatches, curr
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import map_tensors, tensors_in
 from memsize.torch_internals.sparse_tensors import is_in_coordinates
+from memsize.tracing.control_flow import dispatched
 from memsize.tracing.named_devices import by_device, means_stand_ins, named_gpu, on_meta, place_of
 
 _RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
@@ -116,6 +117,16 @@ def _uncompiled() -> Iterator[None]:
         torch._C._set_graph_executor_optimize(optimizes)
 
 
+_COMPILE: Final = torch.compile
+
+
+def _as_written(original: Function, model: Any = None, **options: Any) -> Any:
+    """`torch.compile` in code that is run as it is written, where Dynamo was not imported before."""
+    if compilation() or original is not _COMPILE:
+        return original(model, **options)
+    return (lambda later: later) if model is None else model
+
+
 def _patches() -> tuple[Override, ...]:
     detection, flex = sys.modules.get(_DETECTION), sys.modules.get(FLEX)
     patches = list(_patches_of_torch())
@@ -143,6 +154,8 @@ def _patches_of_torch() -> tuple[Override, ...]:
         Override(Tensor, "__format__", _formatted),
         *(Override(torch._VF, name, _with_states_moved) for name in _RECURRENT.split()),
         Override(OpOverloadPacket, "__call__", _given_numbers),
+        Override(HigherOrderOperator, "dispatch", partial(dispatched, _note)),
+        Override(torch, "compile", _as_written),
         Override(torch._C, "_InferenceMode", lambda _, mode: _InferenceMode(mode)),
         Override(torch.autocast, "__enter__", _casting_on_the_cpu),
         Override(torch.cuda, "synchronize", lambda *_, **__: None),

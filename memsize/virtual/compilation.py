@@ -61,7 +61,7 @@ class Compilation:
         flex = sys.modules.get(FLEX)
         if flex is not None and model is flex.create_block_mask:
             return compiled_mask(model, self._ledger.absently)
-        if backend in _AS_WRITTEN or (flex is not None and model is flex.flex_attention):
+        if getattr(backend, "__name__", backend) in _AS_WRITTEN or (flex is not None and model is flex.flex_attention):
             return model
         is_followed = backend == "inductor" or backend in _PARTITIONED
         make = self._compiled if is_followed and self._is_active else self._as_written
