@@ -105,6 +105,34 @@ def default_partition() -> Iterator[None]:
         yield
 
 
+class WrittenOut(nn.Module):
+    """Attention that Inductor's patterns replace by an operator, and whose projection they pad."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.middle = nn.Sequential(nn.Linear(width, 1001), nn.ReLU(inplace=True), nn.Linear(1001, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        weights = F.dropout((q @ k.transpose(-2, -1) / 4).softmax(-1), 0.1)
+        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+        return x + self.middle(x)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("scenario", ["fp32", "amp-bf16"])
+def test_kernels_and_patterns_that_are_passed_over_change_nothing(
+    scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(WrittenOut(), WrittenOut(), Attention(), Attention())
+    shorter = traced_anew(model, scenario + COMPILED)
+    monkeypatch.setattr("memsize.compile.kernel_bodies.KernelBody._likeness", lambda _: None)
+    monkeypatch.setattr("memsize.compile.patterns._functions", lambda _: frozenset())
+    whole = traced_anew(model, scenario + COMPILED)
+    assert (shorter.events, shorter.storages, shorter.notes) == (whole.events, whole.storages, whole.notes)
+
+
 @pytest.mark.thorough
 def test_pointwise_steps_are_one_kernel_and_are_recomputed() -> None:
     eager, compiled = traced(Gelus, "fp32"), traced(Gelus, "fp32" + COMPILED)

@@ -31,6 +31,7 @@ from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 from torch._inductor.fx_passes import pad_mm
 from torch._inductor.graph import GraphLowering
+from torch._inductor.pattern_matcher import PatternMatcherPass
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
@@ -38,8 +39,10 @@ from torch.fx import GraphModule
 from memsize.compile.cuda_graphs import CudaGraphs
 from memsize.compile.devices import GpuProperties
 from memsize.compile.generated import Origins
+from memsize.compile.kernel_bodies import KernelBody, generating
+from memsize.compile.patterns import applied_where_likely
 from memsize.kernels.semantics import current
-from memsize.processes.patches import Patch, Patches, calling
+from memsize.processes.patches import Patch, Patches, calling, wrapping
 from memsize.spec.stack import Release
 
 
@@ -88,6 +91,11 @@ class PlannedScheduling(TritonScheduling):
 
     def define_kernel(self, src_code: str, node_schedule: Any, kernel: Any) -> str:
         return f"kernel_{next(self._numbers)}"
+
+    def codegen_node_schedule_with_kernel(self, node_schedule: Any, kernel: Any) -> None:
+        kernel.planned_body = KernelBody(kernel, node_schedule)
+        scheduling: Any = super()
+        scheduling.codegen_node_schedule_with_kernel(node_schedule, kernel)
 
     def codegen_sync(self) -> None:
         return None
@@ -164,6 +172,8 @@ def planning(
         (torch.cuda, "get_device_capability", lambda *_: (properties.major, properties.minor)),
         (GraphLowering, "_compile_to_module", lambda graph: _unloaded(graph, lowered)),
         (GraphModule, "print_readable", lambda *_, **__: ""),  # a key of caches, which are off
+        wrapping(inductor_scheduler.SchedulerNode, "codegen", generating),
+        wrapping(PatternMatcherPass, "apply", applied_where_likely),
         (ComboKernel, "horizontal_partition", staticmethod(_one_by_one)),
         (partitioners, "functionalize_rng_ops", lambda _joint, forward, backward, *_: (forward, backward)),
         *without_driver(),
