@@ -39,6 +39,8 @@ _FIRST_STEPS = 4
 """The decode steps that are traced after the prompt of a generation."""
 _FEW_STEPS = 16
 """In a generation of fewer decode steps each is traced."""
+_FEW_COMPILED_STEPS = 1024
+"""The same of a compiled model: these take as long as compiling it for another trace."""
 _BEGIN = 2
 """The decode step that all later ones are like, in most models, but for their sizes."""
 _STEADY = 3
@@ -121,7 +123,7 @@ class Generator:
         """Build a generation for `batch` sequences. Raises what running the model raises."""
         if self._is_encoder_decoder:
             generation = replace(generation, begun=1)
-        if generation.steps < _FEW_STEPS or generation.is_periodic:
+        if generation.steps < self._few_steps or generation.is_periodic:
             return _generated(self.sample((generation, batch, None)), generation)
         if generation.draft and (repeating := self._repeating(generation, batch)):
             return repeating
@@ -169,7 +171,7 @@ class Generator:
             generation.num_beams > 1 or generation.is_periodic or generation.prefill_chunk_size or generation.draft
         )
         # The prompt of an encoder-decoder is not what the decoder reads.
-        if generation.steps < _FEW_STEPS or irregular or self._is_encoder_decoder:
+        if generation.steps < self._few_steps or irregular or self._is_encoder_decoder:
             return
         if batches[0] == 1 < len(batches):
             self.cover(generation, batches[:1], prompts, between=between, splits=splits)
@@ -256,6 +258,10 @@ class Generator:
     def _polynomial(self, generation: Generation, batch: int) -> StepPolynomial | None:
         similar = (one for of, one in self._polynomials if of == replace(generation, prompt=1))
         return next((one for one in similar if one.generations.contains(batch, generation.prompt)), None)
+
+    @property
+    def _few_steps(self) -> int:
+        return _FEW_COMPILED_STEPS if self.scenario.compile else _FEW_STEPS
 
     @property
     def _is_encoder_decoder(self) -> bool:
