@@ -277,7 +277,7 @@ def test_a_forecast_replays_twice_as_far_as_memory_changed(monkeypatch: pytest.M
         return replay_with_capacity(flow, *arguments)
 
     monkeypatch.setattr("memsize.analysis.fit.footprint.replay_with_capacity", counted)
-    assert Forecast(runs).fits(59 * MiB, 300 * MiB) and not Forecast(runs).fits(60 * MiB, 300 * MiB)
+    assert Forecast(runs).fits(59 * MiB, 301 * MiB) and not Forecast(runs).fits(60 * MiB, 301 * MiB)
     assert replayed == [5, 5]
 
 

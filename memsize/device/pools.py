@@ -130,18 +130,18 @@ class Pool:
         """Put `block` back, merged with the free blocks on either side; returns the merged block."""
         start = block & ADDRESS
         end = start + (block >> SHIFT)
-        free = self.free
-        after = self.starts.pop(end, 0)
-        if after:
+        free, starts, ends = self.free, self.starts, self.ends
+        if end in starts:
+            after = starts.pop(end)
             del free[bisect_left(free, after)]
             end += after >> SHIFT
-        before = self.ends.pop(start, 0)
-        if before:
+        if start in ends:
+            before = ends.pop(start)
             del free[bisect_left(free, before)]
             start = before & ADDRESS
         block = end - start << SHIFT | start
         insort(free, block)
-        self.starts[start] = self.ends[end] = block
+        starts[start] = ends[end] = block
         return block
 
     def extend(self, size: int, segment: int) -> int:

@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 
 _VOCABULARY: Final = 1000
 """From this many classes on, what the model returns is called logits."""
+_ENDLESS: Final = 1 << 62
 _MOST_GUESSES: Final = 6
 """How many guesses are checked before the rest is bisected: several small shortfalls may add up."""
 
 ReplaysByCapacity = dict[int | None, Replay]
 """The replays of one list of events, by the bytes that the allocator may have (None: as many as it asks for)."""
+SharedReplays = dict[tuple[object, AllocatorConfig], ReplaysByCapacity]
+"""The replays of several runs, by the digest of their events and the settings of the allocator."""
 
 
 def replay_with_capacity(
@@ -56,14 +59,14 @@ class Footprint:
     """The run of one size (a batch, a length) and the settings of the allocator that serves it.
 
     `source` is its trace, or a function that builds the trace anew each time; then `events` are its events, which
-    answer most questions. `replays` are those made so far; runs that make the same events share them.
+    answer most questions. Runs that make the same events find their replays in `shared`: float16 and bfloat16 often do.
     """
 
     size: int
     source: Trace | Callable[[], Trace]
     config: AllocatorConfig
-    replays: ReplaysByCapacity = field(default_factory=dict)
     events: AllocationEvents | None = None
+    shared: SharedReplays = field(default_factory=dict)
 
     @property
     def trace(self) -> Trace:
@@ -76,6 +79,11 @@ class Footprint:
         return self.events or flow_of(self.trace)
 
     @cached_property
+    def replays(self) -> ReplaysByCapacity:
+        """The replays made so far."""
+        return self.shared.setdefault((self.flow.digest, self.config), {})
+
+    @cached_property
     def shape(self) -> int:
         """A hash of the events without their bytes: runs of one shape make the same events."""
         import numpy as np
@@ -86,7 +94,12 @@ class Footprint:
     @cached_property
     def requested(self) -> int:
         """The most bytes that tensors request at one moment."""
-        return max(int(self.flow.deltas.cumsum().max(initial=0)), 0)
+        return max(self.live(self.peak), 0)
+
+    @cached_property
+    def peak(self) -> int:
+        """The first event after which tensors request the most bytes; -1 where there is none."""
+        return int(self.flow.deltas.cumsum().argmax()) if len(self.flow) else -1
 
     def live(self, event: int) -> int:
         """Return the bytes of all tensors after an event."""
@@ -139,7 +152,7 @@ class Footprint:
         return None if replayed.out_of_memory else replayed.reserved.bytes
 
     def needs(self, capacity: int | None = None) -> int:
-        """Find the smallest capacity with which the run completes: at least its blocks' peak, at most its segments'.
+        """Find the smallest capacity with which the run completes: at least its tensors' peak, at most its segments'.
 
         In steps of 2 MiB, the granularity of segments. A replay that runs out of memory says how much was missing: that
         gives the next guess, and a replay that completes gives one step less. Then the rest is bisected. A `capacity`
@@ -148,12 +161,11 @@ class Footprint:
         Known limit: where a run that completes with some capacity fails with a little more, because its segments are
         split differently, the answer fits and one step less does not, but an even smaller capacity may fit.
         """
-        high = self.unbounded.reserved.bytes
-        low = (self.unbounded.allocated.bytes - 1) // SEGMENT_STEP * SEGMENT_STEP
+        low, high = (self.requested - 1) // SEGMENT_STEP * SEGMENT_STEP, _ENDLESS
         guesses = [low + SEGMENT_STEP]
         if capacity is not None:
             reserved = self.reserved_within(capacity)
-            high, low = (high, max(low, capacity)) if reserved is None else (min(high, reserved), low)
+            high, low = (high, max(low, capacity)) if reserved is None else (reserved, low)
             guesses += [self._enough_for_failure(capacity)] if reserved is None else []
         for _ in range(_MOST_GUESSES):
             guess = next((guess for guess in reversed(guesses) if low < guess < high), None)
@@ -162,6 +174,8 @@ class Footprint:
             reserved = self.reserved_within(guess)
             high, low = (high, guess) if reserved is None else (reserved, low)
             guesses.append(self._enough_for_failure(guess) if reserved is None else high - SEGMENT_STEP)
+        if high == _ENDLESS:
+            high = self.unbounded.reserved.bytes
         while high - low > SEGMENT_STEP:
             middle = (low + (high - low) // 2) // SEGMENT_STEP * SEGMENT_STEP
             middle = middle if middle > low else high - SEGMENT_STEP
@@ -171,7 +185,7 @@ class Footprint:
 
     def _enough_for_failure(self, capacity: int) -> int:
         """Return the capacity with which the request that fails with `capacity` would succeed; 0 where unknown."""
-        if self.unbounded.allocated.bytes > capacity or (failure := self.bounded(capacity).out_of_memory) is None:
+        if self.requested > capacity or (failure := self.bounded(capacity).out_of_memory) is None:
             return 0
         return -(-(failure.levels.reserved + failure.segment) // SEGMENT_STEP) * SEGMENT_STEP
 
@@ -179,7 +193,7 @@ class Footprint:
 def limit_of(run: Footprint, capacity: int | None) -> Bind:
     """Describe what limits a run: the request that fails with `capacity`, else the peak of its tensors."""
     failure = None if capacity is None else run.bounded(capacity).out_of_memory
-    number = failure.event if failure else run.unbounded.requested.event
+    number = failure.event if failure else run.peak
     trace = run.trace
     alive = run.flow.alive(number)
     roles = roles_of(trace, alive)
@@ -221,7 +235,6 @@ class Forecast:
     def __init__(self, runs: Sequence[Footprint], *, powers: bool = False) -> None:
         import numpy as np
 
-        self.config = runs[0].config
         self.runs = tuple(sorted(runs, key=lambda run: run.size))
         self._flow = runs[0].flow
         self._signs = np.sign(self._flow.deltas.astype(np.float64))
@@ -243,12 +256,18 @@ class Forecast:
 
     def fits(self, size: int, capacity: int) -> bool:
         """Whether `size` would fit `capacity`."""
-        flow, decisive = self.flow(size), slice(self._decisive)
-        flow = replace(flow, storages=flow.storages[decisive], deltas=flow.deltas[decisive])
+        run = self._as_far_as_decisive(size, self.flow(size))
         try:
-            return replay_with_capacity(flow, self.config, capacity).out_of_memory is None
+            fits = run.requested <= capacity and run.bounded(capacity).out_of_memory is None
         except InputError:  # rounding broke a storage that is resized in place
-            return False
+            fits = False
+        if not fits or self._decisive is not None:  # the run of this size is seldom made, or makes further events
+            run.shared.pop((run.flow.digest, run.config), None)
+        return fits
+
+    def _as_far_as_decisive(self, size: int, flow: AllocationEvents) -> Footprint:
+        """Return the run of `size`, which shares its replays with others that make the same events."""
+        return replace(self.runs[0], size=size, events=flow[: self._decisive])
 
     def largest(self, capacity: int, most: int, step: int = 1, least: int = 0) -> int:
         """Return the largest multiple of `step` up to `most` that would fit, or `least`, which fits, if none would.
@@ -292,7 +311,8 @@ class Forecast:
         if near.size == top:
             return top
         slope = (self.requested(top) - near.requested) / (top - near.size)
-        return near.size + int((capacity - near.unbounded.reserved.bytes) / slope) if slope > 0 else top
+        reserved = self._as_far_as_decisive(near.size, near.flow).unbounded.reserved.bytes
+        return near.size + int((capacity - reserved) / slope) if slope > 0 else top
 
     def _deltas(self, size: int) -> Array:
         sizes, amounts = [run.size for run in self.runs], self._amounts

@@ -113,7 +113,7 @@ def _growth(run: Footprint, runs: Collection[Footprint], linear: bool) -> dict[s
     The other's own peak may be in another phase: as a batch grows the peak moves out of the optimizer, and a line
     through both peaks would describe neither phase.
     """
-    event, fixed, trace = run.unbounded.requested.event, _fixed(run), run.trace
+    event, fixed, trace = run.peak, _fixed(run), run.trace
     label = trace.phases[trace.events[event].phase]
     apart = sorted((other for other in runs if other is not run), key=lambda other: abs(other.size - run.size))
     beside = next(((other.size, other.live(event)) for other in apart if other.shape == run.shape), None)
@@ -137,10 +137,9 @@ def _fixed(run: Footprint) -> int:
     the optimizer's own step.
     """
     trace, flow = run.trace, run.flow
-    event = run.unbounded.requested.event
-    phase = trace.events[event].phase
+    phase = trace.events[run.peak].phase
     of_optimizer = split_phase(trace.phases[phase])[0] == "optimizer"
-    alive = flow.alive(event)
+    alive = flow.alive(run.peak)
     storages = zip(alive.items(), rows_at(trace.storages, alive), strict=True)
     return sum(
         size

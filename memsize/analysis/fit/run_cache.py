@@ -12,7 +12,7 @@ from typing import ClassVar, Final, NamedTuple, Protocol
 
 from torch import nn
 
-from memsize.analysis.fit.footprint import Footprint, ReplaysByCapacity
+from memsize.analysis.fit.footprint import Footprint, SharedReplays
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS
 from memsize.analysis.generation.generator import Generator
 from memsize.analysis.model_setups import ModelEdit
@@ -153,7 +153,7 @@ class RunCache:
         self._dropped = 0
         self._latest: tuple[Run | None, Trace | None] = None, None
         self._footprints: dict[tuple[ResultKey, AllocatorConfig], Footprint] = {}
-        self._replays: dict[tuple[object, AllocatorConfig], ReplaysByCapacity] = {}
+        self._replays: SharedReplays = {}
         self._runners: dict[tuple[object, ...], Runner] = {}
 
     @property
@@ -212,10 +212,8 @@ class RunCache:
             raise result
         config = variant.config
         if (key, config) not in self._footprints:
-            new = Footprint(size, partial(self._trace_of, result), config, events=result.flow)
-            # Runs that make the same events share their replays: float16 and bfloat16 often do.
-            shared = self._replays.setdefault((new.flow.digest, config), new.replays)
-            self._footprints[key, config] = new if shared is new.replays else replace(new, replays=shared)
+            source = partial(self._trace_of, result)
+            self._footprints[key, config] = Footprint(size, source, config, events=result.flow, shared=self._replays)
         return self._footprints[key, config]
 
     def runs_of(self, variant: RunVariant) -> dict[int, Footprint]:

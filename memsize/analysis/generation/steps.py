@@ -6,10 +6,11 @@ storages of that step. Two steps with the same `structure` differ in their `size
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memsize.records.aggregates import split_phase
@@ -167,17 +168,16 @@ def columns_of(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> dict[str, 
     """
     import numpy as np
 
-    codes = {name: dict[str, int]() for name in ("role", "op", "dtype", "line")}
     plans, phases = dict[tuple[int, int], _Plan](), dict[str, int]()
-    of_storages: list[Sequence[Integers]] = []
-    of_events: list[Sequence[Integers]] = []
+    of_storages: list[Sequence[Integers | Coded]] = []
+    of_events: list[Sequence[Integers | Coded]] = []
     numbers: list[Integers] = []
     """For each step the numbers of the storages that it allocated, by their slot in the step."""
     count = 0
     for number, (step, recorded) in enumerate(steps, SETUP):
         key = id(step.structure), id(recorded)
         if key not in plans:
-            plans[key] = _Plan(step.structure, recorded, new_age=min(number, 0), codes=codes)
+            plans[key] = _plan(step.structure, recorded and tuple(recorded), new_age=min(number, 0))
         plan = plans[key]
         numbers.append(plan.numbered(count))
         count += len(plan.new)
@@ -185,23 +185,33 @@ def columns_of(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> dict[str, 
         for age, positions, slots in plan.ages:
             storages[positions] = numbers[0 if age == SETUP else number - age + 1][slots]
         labels = (f"{stage} {number}" if number > 0 else stage for stage in plan.stages)
-        of_events.append(
-            (storages, step.deltas[plan.recorded], _coded(labels, phases)[plan.stage], plan.layers, plan.ops)
-        )
+        phase = _column(phases.setdefault(label, len(phases)) for label in labels)[plan.stage]
+        of_events.append((storages, step.deltas[plan.recorded], phase, plan.layers, plan.ops))
         of_storages.append((step.sizes[plan.bytes], step.sizes[plan.sizes], *plan.storages))
-    joined = map(np.concatenate, zip(*of_storages, strict=True))
-    size, dimensions, role, layer, op, dtype, rank, stream, line = joined
-    storage, delta, phase, event_layer, event_op = map(np.concatenate, zip(*of_events, strict=True))
-    roles, ops, dtypes, lines = map(tuple, codes.values())
+    size, dimensions, role, layer, op, dtype, rank, stream, line = map(_joined, zip(*of_storages, strict=True))
     shape = Shapes(dimensions, np.cumsum(rank) - rank, rank)
-    described = Coded(role, roles), layer, Coded(op, ops), Coded(dtype, dtypes), shape
+    line, lines = line.numbers - 1, line.values[1:]
     unsaved, doubt = np.full(count, -1, dtype=np.int32), np.zeros(count, dtype=np.int32)
     return {
         "phases": tuple(phases),
-        "storages": Columns(Storage, size, *described, unsaved, stream, line, unsaved, doubt),
-        "events": Columns(Event, storage, delta, phase, event_layer, Coded(event_op, ops)),
+        "storages": Columns(Storage, size, role, layer, op, dtype, shape, unsaved, stream, line, unsaved, doubt),
+        "events": Columns(Event, *map(_joined, zip(*of_events, strict=True))),
         "lines": lines,
     }
+
+
+def _joined(columns: Sequence[Any]) -> Any:
+    """Join columns of one kind."""
+    import numpy as np
+
+    if not isinstance(columns[0], Coded):
+        return np.concatenate(columns)
+    table: dict[str, int] = {}
+    distinct = {id(column): column for column in columns}
+    codes = {
+        key: _column(table.setdefault(text, len(table)) for text in column.values) for key, column in distinct.items()
+    }
+    return Coded(np.concatenate([codes[id(column)][column.numbers] for column in columns]), tuple(table))
 
 
 class _Plan:
@@ -212,28 +222,26 @@ class _Plan:
     is `new_age`.
     """
 
-    def __init__(
-        self, structure: Structure, recorded: Sequence[int] | None, *, new_age: int, codes: dict[str, dict[str, int]]
-    ) -> None:
+    def __init__(self, structure: Structure, recorded: Sequence[int] | None, *, new_age: int) -> None:
         import numpy as np
 
-        self._slots, lines = len(structure.storages), codes["line"]
+        self._slots = len(structure.storages)
         self.recorded = np.arange(len(structure.events)) if recorded is None else np.array(recorded)
         events = [structure.events[number] for number in self.recorded.tolist()]
         self.stages = list(dict.fromkeys(event.stage for event in events))
         self.stage = _column(self.stages.index(event.stage) for event in events)
         self.layers = _column(event.layer for event in events)
-        self.ops = _coded((event.op for event in events), codes["op"])
+        self.ops = _coded(event.op for event in events)
         self.new = _column(dict.fromkeys(event.slot for event in events if event.age == new_age))
         new = [structure.storages[slot] for slot in self.new.tolist()]
         self.storages = (
-            _coded((storage.role for storage in new), codes["role"]),
+            _coded(storage.role for storage in new),
             _column(storage.layer for storage in new),
-            _coded((storage.op for storage in new), codes["op"]),
-            _coded((storage.dtype for storage in new), codes["dtype"]),
+            _coded(storage.op for storage in new),
+            _coded(storage.dtype for storage in new),
             _column(storage.dims for storage in new),
             _column(storage.stream for storage in new),
-            _column(lines.setdefault(storage.line, len(lines)) if storage.line else -1 for storage in new),
+            _coded((storage.line for storage in new), {"": 0}),
         )
         self.bytes = len(structure.events) + self.new
         starts = [len(structure.events) + structure.offsets[slot] for slot in self.new.tolist()]
@@ -256,11 +264,16 @@ class _Plan:
         return numbers
 
 
+_plan = lru_cache(maxsize=32)(_Plan)
+"""The plan of a structure: runs of other sizes have steps of the same structures."""
+
+
 def _column(values: Iterable[int]) -> Integers:
     import numpy as np
 
     return np.fromiter(values, dtype=np.int32)
 
 
-def _coded(texts: Iterable[str], table: dict[str, int]) -> Integers:
-    return _column(table.setdefault(text, len(table)) for text in texts)
+def _coded(texts: Iterable[str], first: Mapping[str, int] = MappingProxyType({})) -> Coded:
+    table = dict(first)
+    return Coded(_column(table.setdefault(text, len(table)) for text in texts), tuple(table))
