@@ -328,3 +328,26 @@ def test_copies_in_circles_do_not_pile_up(ask: Callable[[nn.Module], Any]) -> No
     ask(Circular())
     assert len(together) > 8
     assert max(together) <= 3
+
+
+def test_an_ordinary_model_leaves_nothing_to_the_collector() -> None:
+    """A collection scans all that a process has made: reference counts alone free the copies that ran."""
+    alive: WeakSet[nn.Module] = WeakSet()
+    collected: list[int] = []
+
+    class Ordinary(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            alive.add(self)
+            return super().forward(input)
+
+    def note(_: str, found: dict[str, int]) -> None:
+        collected.append(found["collected"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        for optimizer in (None, "adamw"):
+            memsize.trace(Ordinary(8, 8), (8,), optimizer=optimizer)
+    finally:
+        gc.callbacks.remove(note)
+    assert not any(collected) and not alive

@@ -5,6 +5,7 @@ What one run can spare the next is shared between them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Set
 from copy import copy
 from dataclasses import dataclass, replace
@@ -71,7 +72,9 @@ class Runner(ModelSetups):
         """Whether a run changed numbers that the model's code may decide by: one of its calls may be another."""
         self.backward_code: Set[Hashable] = frozenset()
         """The behavior of functions that the backward of the last forward calls (`ModuleCallRecorder`)."""
-        self.short_runs = ShortRuns(self.model, self.copy)
+        self.short_runs = ShortRuns(self.model, self._copier.copy)
+        self._ran: weakref.ref[nn.Module] | None = None
+        """The copy that ran last."""
         self._short_runners: dict[nn.Module, Runner] = {}
         self._stored: dict[StorageKey, tuple[StoredTensor, ...]] = {}
         self._whole: dict[Hashable, tuple[_RunRequest, Trace]] = {}
@@ -109,7 +112,7 @@ class Runner(ModelSetups):
                 self._whole.setdefault(proof.kind, (request, trace))
             return trace
         finally:
-            forget_run()
+            forget_run(self._ran)
 
     def _extended(self, request: _RunRequest) -> Trace | None:
         skipped: dict[FoldedPath, str] = {}
@@ -182,7 +185,7 @@ class Runner(ModelSetups):
         try:
             trace = runner._run(request, None)
         finally:
-            forget_run()
+            forget_run(runner._ran)
         if runner.is_counting:
             raise NotRepeatedError("the model counts its calls")
         return trace
@@ -214,6 +217,7 @@ class Runner(ModelSetups):
                 self.is_counting = self.is_counting or is_counting(numbers, numbers_of(model))
 
             setup = replace(setup, ended=note_counting)
+        self._ran = weakref.ref(setup.model)
         before = _registered(setup.model)
         failed: ForwardError | None = None
         try:

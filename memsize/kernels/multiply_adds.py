@@ -63,6 +63,13 @@ def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return FLOPS_OF_ONE * rows * a.shape[-1] * b.shape[-1]
 
 
+def _convolution(tensor: Tensor, weight: Tensor, *settings: Any, out_val: Tensor) -> int:
+    """Every weight is multiplied once at each position that the kernel slides over."""
+    transposed = settings[4]
+    positions = (tensor if transposed else out_val).shape[2:].numel()
+    return FLOPS_OF_ONE * tensor.shape[0] * positions * weight.numel()
+
+
 def _product(*arguments: Any, **_: Any) -> int:
     """Every element that a matrix stores is multiplied for each column of the other, or for each row."""
     one, other = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]  # a dtype may follow
@@ -77,6 +84,7 @@ _OWN: Final[dict[str, Formula]] = {
     "aten::_scaled_dot_product_efficient_attention": _attention,
     "aten::_scaled_dot_product_cudnn_attention": _attention,
     "memsize::flex_attention": _attention,
+    "aten::convolution": _convolution,
     "aten::_cudnn_rnn": _recurrent,
     "aten::_grouped_mm": _grouped,
     "aten::mm": _product,

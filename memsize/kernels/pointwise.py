@@ -83,7 +83,7 @@ def _bitwise_not(tensor: Any) -> Any:
     return mapped(tensor) if are_plain(tensor) and not tensor.is_floating_point() else NotImplemented
 
 
-@shape_rule(*overloads(_FLOATING, "_"), *overloads(_SIGNED, "_"))
+@shape_rule(*overloads(_FLOATING, "_"), *overloads(_SIGNED, "_"), "aten::relu_")
 def _unary_in_place(tensor: Any, *_: Any, **__: Any) -> Any:
     return tensor if are_floating(tensor) and not overlaps(tensor) else NotImplemented
 

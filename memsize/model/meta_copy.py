@@ -111,7 +111,7 @@ def comes_compiled(model: nn.Module) -> bool:
     """Whether `torch.compile` was asked to compile `model`, or a module in it."""
     return any(
         type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl")
-        for module in model.modules()
+        for module in paths_of(model)
     )
 
 

@@ -15,7 +15,7 @@ import math
 import re
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,8 +49,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """The dtype and shape of a tensor, as records have them."""
-    sizes = tuple(_size(tensor, dim) for dim in range(tensor.dim())) if tensor.is_nested else tuple(tensor.shape)
-    return TensorSpec(dtype_name(tensor.dtype), sizes)
+    if tensor.is_nested:
+        return TensorSpec(dtype_name(tensor.dtype), tuple(_size(tensor, dim) for dim in range(tensor.dim())))
+    return _spec(tensor.dtype, tensor.shape)
+
+
+@lru_cache(4096)
+def _spec(dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
+    """Most tensors of a model share a few shapes."""
+    return TensorSpec(dtype_name(dtype), tuple(shape))
 
 
 def _size(nested: torch.Tensor, dim: int) -> int | None:

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -52,9 +53,16 @@ def isolated() -> Iterator[None]:
         yield
 
 
-def forget_run() -> None:
-    """Free what a run left in reference cycles since the last call, while the collector is paused."""
-    gc.collect(0)
+_MANY = 50_000
+"""New objects, a few MB of them, among which it pays to look for cycles though the model of the run is gone."""
+
+
+def forget_run(model: weakref.ref[Any] | None = None) -> None:
+    """Free what a run left in reference cycles, while the collector is paused. It scans all that was recorded since the
+    last collection: not where the `model` that ran is gone, and nothing else of its run is in a cycle.
+    """
+    if model is None or model() is not None or gc.get_count()[0] > _MANY:
+        gc.collect(0)
 
 
 class CompilerImport:

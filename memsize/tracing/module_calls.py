@@ -107,7 +107,8 @@ class ModuleCallRecorder:
         """Called before each forward of the model itself; returns the name of its phase."""
         self._claimed: set[int] = set()
         self._compiler = CompilerImport()
-        ledger.layer_inside = self.layer_inside
+        recorder = weakref.proxy(self)  # a cycle would keep the model until a collection
+        ledger.layer_inside = lambda layer, path: recorder.layer_inside(layer, path)
 
     def layer_inside(self, layer: int, path: str) -> int:
         """The layer of the module at `path` below that of `layer`; `layer` itself where none is there."""
@@ -191,17 +192,18 @@ class ModuleCallRecorder:
         return result
 
     def _returned(self, index: int, result: Any, start: int, arguments: list[tuple[torch.Tensor, int]]) -> None:
-        seen, met = self.seen[index], dict[torch.Tensor, Output]()
+        seen, ledger = self.seen[index], self.ledger
+        met: dict[torch.Tensor, Output] = {}
         seen.calls += 1
-        seen.inputs.extend(spec_of(tensor) for tensor, _ in arguments)
+        seen.inputs += [spec_of(tensor) for tensor, _ in arguments]
         for tensor in tensors_in(result):
-            storages = list(map(self.ledger.index_of, plain_tensors(tensor)))
+            storages = [ledger.index_of(piece) for piece in plain_tensors(tensor)]
             new = {storage for storage in storages if storage >= start and storage not in self._claimed}
             if tensor in met:
                 output = replace(met[tensor], bytes=0)
             elif new:
                 self._claimed |= new
-                output = Output(spec_of(tensor), "new", sum(map(self.ledger.size, new)))
+                output = Output(spec_of(tensor), "new", sum(map(ledger.size, new)))
             else:
                 memory = _shared(tensor, storages[0] if storages else -1, start, arguments)
                 output = Output(spec_of(tensor), memory, 0)
@@ -245,7 +247,7 @@ def _all_seen(model: nn.Module) -> list[ModuleRecord]:
 def record_of(path: str, module: nn.Module, reference: Any, aliases: tuple[str, ...] = ()) -> ModuleRecord:
     """Return the record of a `module` that was not called yet; `reference` is the module or a proxy."""
     depth = path.count(".") + 1 if path else 0
-    leaf = not any(True for _ in module.children())
+    leaf = all(child is None for child in module._modules.values())
     size = getattr(module, "kernel_size", ())  # the window that a convolution or a pooling slides over its input
     sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
     kernel = sizes if all(type(length) is int for length in sizes) else ()

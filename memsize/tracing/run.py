@@ -259,19 +259,18 @@ class Run:
         """Return the stored tensors with two facts from the run: whether an op read them, and whether a gradient
         reaches them.
         """
-        ledger = self.ledger
-        tensors = {
-            f"{path}.{name}" if path else name: tensor
+        ledger, reached = self.ledger, self.calls.reached
+        use = {
+            f"{path}.{name}" if path else name: (
+                not ledger.read.isdisjoint(ledger.addresses(tensor)),
+                id(tensor) in reached,
+            )
             for module, path in paths_of(self.setup.model).items()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            for own in (module._parameters, module._buffers)
+            for name, tensor in own.items()
+            if tensor is not None
         }
-
-        return tuple(
-            tensor
-            if (source := tensors.get(tensor.name)) is None
-            else tensor.seen(not ledger.addresses(source).isdisjoint(ledger.read), id(source) in self.calls.reached)
-            for tensor in self.tensors
-        )
+        return tuple(tensor.seen(*use[tensor.name]) if tensor.name in use else tensor for tensor in self.tensors)
 
 
 def give_shapes(model: nn.Module, call: Call, training: bool, device: str = "meta", always: bool = False) -> None:
@@ -319,8 +318,8 @@ def layer_rows(
         own.setdefault(tensor.layer, []).append(tensor)
     layers = []
     for index, module in enumerate(seen):
-        stored = own.get(module.path, [])
-        weights = [t for t in stored if t.kind in ("parameter", "packed")]
+        stored = own.get(module.path, ())
+        weights = [t for t in stored if t.kind in ("parameter", "packed")] if stored else ()
         layer = Layer(
             path=module.path,
             type=module.type,

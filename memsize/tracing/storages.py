@@ -183,9 +183,9 @@ class StorageRecorder(MetaDispatchMode):
             self.events.append(Event(reference.index, delta, self.clock.phase, self.clock.layer, "resize_"))
 
     @staticmethod
-    def addresses(tensor: torch.Tensor) -> set[int]:
+    def addresses(tensor: torch.Tensor) -> list[int]:
         """The memory of `tensor`, as `read` names it; for a wrapper subclass, that of each inner tensor."""
-        return set(map(_address, plain_tensors(tensor)))
+        return list(map(_address, plain_tensors(tensor)))
 
     def index_of(self, tensor: torch.Tensor) -> int:
         """The index of the live storage of `tensor`, -1 when the ledger has not seen it."""
@@ -203,21 +203,22 @@ class StorageRecorder(MetaDispatchMode):
         """Note that autograd keeps `tensor` for backward."""
         index = self.index_of(tensor)
         if index >= 0:
-            storages = [index] if self.rows[index].role not in _NOT_SAVED else []
+            storages: tuple[int, ...] = () if self.rows[index].role in _NOT_SAVED else (index,)
         else:  # a wrapper keeps what it is made of
             pieces = map(self.index_of, plain_tensors(tensor)) if is_wrapper(tensor) else ()
-            storages = [piece for piece in pieces if piece >= 0 and self.rows[piece].role not in _NOT_SAVED]
-        layer, line = self.clock.layer, self._line() if storages else -1
+            storages = tuple(piece for piece in pieces if piece >= 0 and self.rows[piece].role not in _NOT_SAVED)
+        if not storages:
+            return SavedTensor(without_graph(tensor), (), self.clock.layer, -1)
+        layer, line = self.clock.layer, self._line()
         if self._compiled and not self._compiled.isdisjoint(storages):  # compiled code saves everything at its end
             layer, line = self.rows[storages[0]].layer, self.rows[storages[0]].line
         saved = SavedTensor(without_graph(tensor), storages, layer, line)
-        if storages:
-            self._saved.append(weakref.ref(saved))
-            for row in map(self.rows.__getitem__, storages):
-                if row.saved_by < 0:
-                    row.saved_by, row.saved_at = layer, line
-                    if row.role in _UNCLAIMED:
-                        row.role = "activation"
+        self._saved.append(weakref.ref(saved))
+        for row in map(self.rows.__getitem__, storages):
+            if row.saved_by < 0:
+                row.saved_by, row.saved_at = layer, line
+                if row.role in _UNCLAIMED:
+                    row.role = "activation"
         return saved
 
     def forget_released(self) -> None:
