@@ -82,6 +82,7 @@ from memsize.records.layout import (
 )
 from memsize.records.program import (
     Assumed as Assumed,
+    ChildRun as ChildRun,
     Growth as Growth,
     Holder as Holder,
     KeptGradients as KeptGradients,

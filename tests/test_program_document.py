@@ -22,6 +22,7 @@ from tests.known_values import UNCOMPILED
 from tests.pages import check_golden as check
 from tests.records import (
     Assumed,
+    ChildRun,
     GpuEstimate,
     Growth,
     Holder,
@@ -120,6 +121,19 @@ def test_what_memory_ran_out_for(op: str, gpu: str, dtype: str, purpose: str) ->
     refused = Refused(20 * MiB, 5 * MiB, 0, op, "body", "forward 1", "net.py:12")
     run = replace(run, trace=replace(run.trace, storages=storages), refused=(refused,))
     assert purpose in PROGRAM_RULES.findings(run)[0].in_brief()
+
+
+def test_a_script_that_only_starts_another_gets_a_verdict() -> None:
+    """As a command that a package installs: what it starts has the GPU, and the verdict is about that."""
+    child = ChildRun("python sft.py --bf16", None, 3, 1 << 30, 2 << 30, 3 << 30, ran_out=False)
+    starter = replace(program(), trace=replace(program().trace, events=()), children=(child,))
+    assert [finding.text() for finding in PROGRAM_RULES.findings(starter)] == [
+        "It fits on Tesla T4: python sft.py --bf16, which the script started, takes 2.00 to 3.00 GiB of 14.6 GiB at "
+        "its peak. To see what for: memsize run sft.py --bf16."
+    ]
+    ran_out = child._replace(ran_out=True, failure="OutOfMemoryError: …")
+    assert codes(replace(starter, children=(ran_out,))) == ["run-child-out-of-memory", "run-children"]
+    assert "not included in these figures" in PROGRAM_RULES.findings(replace(program(), children=(child,)))[0].text()
 
 
 @pytest.mark.parametrize(

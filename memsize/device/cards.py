@@ -95,9 +95,9 @@ def card(name: str) -> Card:
         return _BY_KEY[key]
     if _SIZE.fullmatch(key):
         size = parse_bytes(key)
-        near = sorted(CARDS, key=lambda other: abs(CARDS[other].bytes - size))[:4]
+        closest = sorted(CARDS, key=lambda other: abs(CARDS[other].bytes - size))[:4]
         raise InputError(
-            f"{quoted(name)} is a size, not a GPU: did you mean {', '.join(near)}? memsize fit has --budget"
+            f"{quoted(name)} is a size, not a GPU: did you mean {', '.join(closest)}? memsize fit has --budget"
         )
     near = nearest(key, {key: gpu.name for key, gpu in _BY_KEY.items()}, most=4)
     raise UnknownInputError("GPU", name, CARDS, near=near, problem=f"no GPU {quoted(name)} in the table")

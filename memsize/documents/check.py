@@ -28,7 +28,8 @@ class CheckDocument(Document[Check]):
 
     def sections(self) -> tuple[Section, ...]:
         check = self.answer
-        counts = [(sum(model.count(severity) for model in check.models), severity) for severity in SEVERITIES]
+        problems = [problem for model in check.models for problem in _joined(model)]
+        counts = [(sum(problem.severity == severity for problem in problems), severity) for severity in SEVERITIES]
         parts = [_counted(count, word) for count, word in counts if count]
         failed = sum(model.error is not None for model in check.models)
         targets = _counted(len(check.models), "target")
@@ -94,11 +95,26 @@ def _counted(count: int, word: str) -> str:
 def _model_sections(model: CheckedModel) -> Iterator[Section]:
     if model.error is not None:
         yield Notes(model.name, (f"error: {model.error}",))
-    if model.problems:
+    if problems := _joined(model):
         findings = (
-            replace(p.finding, template=f"{p.severity} {p.finding.code}: {p.finding.template}") for p in model.problems
+            replace(p.finding, template=f"{p.severity} {p.finding.code}: {p.finding.template}") for p in problems
         )
         yield Findings(model.name, tuple(findings))
+
+
+def _joined(model: CheckedModel) -> list[Problem]:
+    """The problems of a target, those of figures that grew as one: a layer that is widened makes all of them grow."""
+    grown = [problem for problem in model.problems if problem.finding.code == "grew"]
+    if len(grown) < 2:
+        return [*model.problems]
+    first = next((problem for problem in grown if problem.finding.bytes is not None), grown[0])
+    shares = (f"{{name{n}}} {problem.finding.values['share']}" for n, problem in enumerate(grown))
+    names = {f"name{n}": problem.finding.values["name"] for n, problem in enumerate(grown)}
+    _, mostly, blamed = first.finding.template.partition(", mostly")
+    template = f"{', '.join(shares)}{mostly}{blamed or '.'}"
+    finding = replace(first.finding, template=template, values={**first.finding.values, **names})
+    rest = (problem for problem in model.problems if problem not in grown)
+    return [*rest, replace(first, finding=finding)]
 
 
 def _cases(model: CheckedModel, unit: str) -> Iterator[Case]:

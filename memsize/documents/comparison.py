@@ -95,7 +95,7 @@ class ComparisonDocument(Document[Comparison]):
         def sections() -> tuple[Chart, Table]:
             runs = timeline(before), timeline(after)
             overlay = Overlay("before", runs[1].overlaid(runs[0]))
-            title = f"Live bytes after the change{', and before as a line' if any(overlay.levels) else ''}"
+            title = f"Live bytes after the change{', with those before as a line' if any(overlay.levels) else ''}"
             return Chart(runs[1], title, other=overlay if any(overlay.levels) else None), model_table(before, after)
 
         return (ScenarioView("runs", "the runs of both", sections),)

@@ -29,8 +29,10 @@ _LINE: Final = re.compile(r":\d+$")
 """The number of a line behind its file."""
 _CLAUSE: Final = re.compile(r"[;,:]? \(|[;,:] ")
 
-_SIZE: Final = re.compile(r"(?<=[\d,]) (?=[KMG]?i?B\b)|nvidia-smi [\d.,–]+( [KMG]iB)? of [\d.,]+")
-"""Spaces at which no line ends: before a unit, and within the figures of nvidia-smi."""
+_SIZE: Final = re.compile(
+    r"(?<=[\d,]) (?=[KMG]?i?B\b)|(?:tensors|allocated|reserved) (?=\d)|nvidia-smi [\d.,–]+( [KMG]iB)? of [\d.,]+"
+)
+"""Spaces at which no line ends: before a unit, and within a figure of the strip."""
 
 LEFT = ("name", "text", "specs", "words")
 """The kinds of cell that stand at the left of their column; numbers stand at the right."""
