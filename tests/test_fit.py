@@ -697,6 +697,8 @@ def test_the_strip_is_of_the_scenario_that_the_verdict_is_about() -> None:
 
     def title(scenarios: str) -> str:
         fit = memsize.fit(model, (4096,), scenarios=scenarios, batch_size=1, budget=CONTEXT + 500 * MiB, remedies=False)
+        assert fit.largest == fit.fit_rows[-1].size and fit.fit_rows[-1].scenario == "fp16"
+        assert "→" not in repr(fit) and len(repr(fit).splitlines()) == 1
         return render(fit, "text", width=200).partition("\n\n")[0]
 
     assert "→ allocated" in title("fp16")

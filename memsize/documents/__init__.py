@@ -10,11 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-from memsize.documents.sections import Bars, Chart, Findings, Phrase, ScenarioView, Section, Table, Title, Verdict
+from memsize.documents.sections import (
+    Bars,
+    Chart,
+    Findings,
+    Phrase,
+    ScenarioView,
+    Section,
+    Strip,
+    Table,
+    Title,
+    Verdict,
+)
 from memsize.records.answer import Renderable
 from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
 from memsize.records.kinds import KINDS
+from memsize.units import Bytes
 
 A = TypeVar("A", bound=Renderable)
 MOST_SENTENCES: Final = 4
@@ -94,8 +106,15 @@ class Document(ABC, Generic[A]):
         return members
 
     def in_short(self) -> Title:
-        """The title for a single line; that of the sections by default."""
-        return next((section for section in self.sections() if isinstance(section, Title)), Title(self.answer.kind, ()))
+        """The title for a single line; by default that of the sections, with a figure in place of a strip."""
+        title = next((part for part in self.sections() if isinstance(part, Title)), Title(self.answer.kind, ()))
+        phrases = []
+        for phrase in title.phrases:
+            words: list[str | Bytes] = []
+            for word in phrase:
+                words += word.short if isinstance(word, Strip) else (word,)
+            phrases.append(tuple(words))
+        return Title(title.name, tuple(phrases))
 
     def verdict(self) -> tuple[Finding, ...]:
         """The first `MOST_SENTENCES` findings; of some documents only those that have a brief form."""

@@ -33,6 +33,13 @@ class Strip(NamedTuple):
         amounts = tuple((name, Interval(size, size)) for name, size in sizes.items())
         return cls((*amounts, ("nvidia-smi", device)) if device else amounts, card)
 
+    @property
+    def short(self) -> tuple[str, Bytes]:
+        """One figure of it: what is reserved, or else the last."""
+        amounts = {name: size.high for name, size in self.amounts}
+        name = "reserved" if "reserved" in amounts else [*amounts][-1]
+        return name, Bytes(amounts[name])
+
 
 Phrase = tuple[str | Bytes | Strip, ...]
 """Words and sizes, drawn with a space between them."""

@@ -246,6 +246,11 @@ class Fit(Answer):
         return next((trace.stack for trace in self.traces.values()), "")
 
     @property
+    def largest(self) -> int | None:
+        """The largest size that fits under the first scenario that has one; None where nothing fits."""
+        return None if self.first_answer is None else self.first_answer.size
+
+    @property
     def first_answer(self) -> FitRow | None:
         """The first row with a size that fits; None where there is none."""
         return next((row for row in self.fit_rows if row.size and row.status in ANSWERED), None)
