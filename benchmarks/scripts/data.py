@@ -293,7 +293,7 @@ def zeros(folder: str) -> Maker:
         import torch
         import transformers
 
-        from memsize.virtual.weight_files import file_tensors, write_shards
+        from memsize.virtual.hub_weights import file_tensors, write_shards
 
         configuration = transformers.AutoConfig.from_pretrained(here / folder)
         with torch.device("meta"):

@@ -22,13 +22,12 @@ from memsize.virtual.packages import (
     apex,
     flash_attn,
     flash_attn_3,
+    inference_servers,
     linear_attention,
     linear_losses,
     mmcv,
-    sglang,
     state_space,
     transformer_engine,
-    vllm,
     xformers,
 )
 
@@ -44,8 +43,7 @@ _MODULES: Final[Mapping[str, Mapping[str, Any]]] = {
     **linear_losses.MODULES,
     **apex.MODULES,
     **xformers.MODULES,
-    **sglang.MODULES,
-    **vllm.MODULES,
+    **inference_servers.MODULES,
 }
 """The names in each simulated module."""
 _NOTE: Final = "{} is not installed: its functions are simulated, by what their kernels allocate, save and return"
@@ -115,7 +113,7 @@ class SimulatedPackages(MetaPathFinder):
         def serving(module: Any) -> Iterator[tuple[Any, str, Any]]:
             if not module.is_vllm_available():
                 yield module, "is_vllm_available", lambda *_, **__: True
-                yield module, "SamplingParams", vllm.SamplingParams
+                yield module, "SamplingParams", inference_servers.SamplingParams
                 yield module, "LLM", self._noted_server
 
         def workers(module: Any) -> Iterator[tuple[Any, str, Any]]:
@@ -161,9 +159,9 @@ class SimulatedPackages(MetaPathFinder):
             return original(repo_id, *args, **options)
         return _runs_on_gpu(repo_id)
 
-    def _noted_server(self, *args: Any, **options: Any) -> vllm.LLM:
+    def _noted_server(self, *args: Any, **options: Any) -> inference_servers.LLM:
         self._note(_NOTE.format("vllm"))
-        return vllm.LLM(*args, **options)
+        return inference_servers.LLM(*args, **options)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in _MODULES or not _is_imported_by_script(name in _KERNELS):
