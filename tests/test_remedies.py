@@ -228,6 +228,17 @@ class DeepWords(Words):
         self.blocks = nn.ModuleList(Block() for _ in range(20))
 
 
+@cache
+def runs_of_deep_words(whole: bool) -> RunCache:
+    """The runs that all remedies share: the one without any is made once."""
+    runs = RunCache("m", DeepWords(), inputs_from_specs((parse_input(SIZE),), 1), True, Vary(), print, whole=whole)
+    runs.run(DEEP, BATCH)
+    return runs
+
+
+DEEP = replace(BASE, scenario=SCENARIOS["bf16"])
+
+
 @pytest.mark.parametrize(
     "names",
     [
@@ -242,17 +253,11 @@ class DeepWords(Words):
     ],
 )
 def test_remedies_of_a_deep_model_follow_from_short_ones(names: str) -> None:
-    def run_of(whole: bool) -> Trace:
-        inputs = inputs_from_specs((parse_input(SIZE),), 1)
-        runs = RunCache("m", DeepWords(), inputs, True, Vary(), lambda _: None, whole=whole)
-        base = variant = replace(BASE, scenario=SCENARIOS["bf16"])
-        for name in names.split(", "):
-            variant = next(remedy for remedy in STEP_REMEDIES if remedy.name == name).apply(variant)
-        runs.run(base, BATCH)
-        return runs.run(variant, BATCH).trace
-
-    extended = run_of(False)
-    assert_same(extended, run_of(True))
+    variant = DEEP
+    for name in names.split(", "):
+        variant = next(remedy for remedy in STEP_REMEDIES if remedy.name == name).apply(variant)
+    extended, whole = (runs_of_deep_words(whole).run(variant, BATCH).trace for whole in (False, True))
+    assert_same(extended, whole)
     assert extended.extended_from
 
 
