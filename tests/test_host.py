@@ -84,6 +84,22 @@ def test_small_copies_have_values() -> None:
         assert small.tolist() == [2.0, 2.0, 2.0] and small.untyped_storage().device == torch.device("cpu")
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_autograd_saves_on_the_cpu_has_no_values_there(pinned: bool) -> None:
+    """Copies that are only brought back are stand-ins whatever their size. Each takes 256 KiB."""
+    run = program()
+    with run.open():
+        ones = torch.ones(SIDE // 2, SIDE // 2, device="cuda", requires_grad=True)
+        with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
+            # The sine saves its argument, the exponential its result, and a product of the two both.
+            loss = (ones.sin() * ones.exp()).sum()
+        loss.backward()
+        assert ones.grad.is_cuda and ones.grad.shape == ones.shape and torch.cuda.memory_allocated() > MiB // 2
+    use = run.ledger.host_memory.use
+    assert (use.pinned if pinned else use.tensors) == 4 * MiB // 4
+    assert not run.ledger.evaluator.assumptions
+
+
 def test_the_host_holds_what_lives_there_at_one_time() -> None:
     run = program()
     with run.open():

@@ -24,7 +24,7 @@ from torch.utils.weak import TensorWeakRef
 from memsize.known_values.values import CONSTANT
 from memsize.processes.patches import Patch, calling, wrapping
 from memsize.torch_internals.meta import is_meta
-from memsize.virtual.device_assignment import claim, devices, is_own_meta, is_own_storage
+from memsize.virtual.device_assignment import HOST, claim, devices, is_own_meta, is_own_storage
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.ledger.gpu_storages import below_autograd
 
@@ -206,10 +206,16 @@ def _make_fake(
 
 
 def _save_on_cpu(hooks: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
-    """PyTorch's own hooks copy into new pinned memory, which would be written here; a copy by itself takes none."""
+    """PyTorch's own hooks copy into new pinned memory, which would be written here. Their copies are only brought back:
+    small ones too are stand-ins, without values to make and to look at.
+    """
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        is_copied = is_meta(tensor) and not is_own_meta(tensor) and tensor.layout is torch.strided
+        return tensor.device, tensor.to(torch.device("meta", HOST) if is_copied else "cpu", non_blocking=pin_memory)
+
     super(torch.autograd.graph.save_on_cpu, hooks).__init__(
-        lambda tensor: (tensor.device, tensor.to("cpu", non_blocking=pin_memory)),
-        lambda packed: packed[1].to(packed[0], non_blocking=pin_memory),
+        pack, lambda packed: packed[1].to(packed[0], non_blocking=pin_memory)
     )
 
 
