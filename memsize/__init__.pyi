@@ -331,9 +331,11 @@ def serve(
     kv_cache_dtype: str | None = None,
     kv_cache_memory: str | int | None = None,
     enforce_eager: bool = False,
+    first_start: bool = False,
     scenarios: str | Iterable[str] | None = None,
     gpu: Gpu | str | None = None,
     stack: Stack | str | None = None,
+    allocator: AllocatorConfig | str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ServingReport: ...
 def shape_rule(

@@ -360,7 +360,7 @@ _SERVERS: Final = tuple(
             f"{_PULLS}/54479",
             "RTX 4090",
             "vllm=0.28.0",
-            "expandable segments, which are not predicted",
+            "",
         ),
         (
             "qwen2.5-4090",

@@ -157,7 +157,9 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
         runner = Runner(
             loaded.name, loaded.model, inputs, training=False, gpu=where, stack=gpu.releases, whole=model.whole
         )
-        return Server(runner, prompts, request.serving, progress=report_progress).report(scenarios, loaded.notes)
+        allocator = AllocatorConfig.of(gpu.allocator, gpu.releases.release)
+        server = Server(runner, prompts, request.serving, allocator, report_progress)
+        return server.report(scenarios, loaded.notes)
 
 
 def _one_of(gpus: int, model: ModelRequest, report_progress: Callable[[str], None]) -> ModelRequest:

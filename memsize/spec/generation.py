@@ -216,7 +216,7 @@ class Serving:
     `max_num_batched_tokens` tokens of up to `max_num_seqs` sequences. `max_model_len` is the length that a request may
     have (None: the model's positions). `tensor_parallel_size` GPUs hold a part of each layer. `kv_cache_dtype` is a
     name of `KV_BYTES`, None for the model's own. `kv_cache_memory` is the size of the cache, in place of what is left.
-    `enforce_eager` captures no CUDA graphs.
+    `enforce_eager` compiles nothing and captures no CUDA graphs. At a `first_start` nothing is compiled yet.
     """
 
     server: str | None = option(
@@ -245,7 +245,8 @@ class Serving:
     kv_cache_memory: str | int | None = option(
         None, "Size of the cache, instead of the memory that is left: 40GiB.", metavar="SIZE"
     )
-    enforce_eager: bool = option(False, "Capture no CUDA graphs.")
+    enforce_eager: bool = option(False, "Compile nothing, and capture no CUDA graphs.")
+    first_start: bool = option(False, "Compile the model while its step is measured.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -269,6 +270,8 @@ class Serving:
     def chosen(self, card: Card, context: int, *, images: bool = False, kind: ServedKind = PLAIN) -> ServerArguments:
         """Fill in what the server chooses on `card`, for requests of `context` tokens to a model of a `kind`."""
         rules = engine_on(self.rules.serving(kind), card)
+        if self.enforce_eager and rules.gate == "never":
+            rules = replace(rules, gate="but in Llama")
         defaults = rules.choose(card, Setting(context, self.tensor_parallel_size, images))
         tokens = self.max_num_batched_tokens or defaults.tokens
         utilization = self.gpu_memory_utilization or defaults.utilization
@@ -290,6 +293,7 @@ class Serving:
             kv_dtype=self.kv_cache_dtype,
             kv_bytes=self._cache_bytes,
             graphs=rules.graph_sizes(card, tokens, seqs) if rules.graphs and not self.enforce_eager else None,
+            compiles=rules.benchmarks and self.first_start and not self.enforce_eager,
             defaults=tuple(text for value, text in filled_in if value is None),
         )
 
@@ -299,8 +303,8 @@ class ServerArguments:
     """The arguments of a server on one card, all of them filled in.
 
     `tokens` and `seqs` are those of one step, `context` is the length of a request, `kv_bytes` a size of the cache that
-    is set (None: what is left). `graphs` are the CUDA graphs whose memory is taken off the cache. `defaults` are the
-    arguments that the server chose, in words.
+    is set (None: what is left). `graphs` are the CUDA graphs whose memory is taken off the cache. It `compiles` the
+    model while it measures the step. `defaults` are the arguments that the server chose, in words.
     """
 
     rules: Rules
@@ -313,6 +317,7 @@ class ServerArguments:
     kv_dtype: str | None = None
     kv_bytes: int | None = None
     graphs: GraphSizes | None = None
+    compiles: bool = False
     defaults: tuple[str, ...] = ()
 
     @property

@@ -266,7 +266,7 @@ class ServeRequest:
     model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode", *_OF_TRAINING))
     serving: Serving = part(Serving)
     scenarios: str | Iterable[str] | None = _scenarios(SERVED)
-    gpu: Gpu = part(Gpu, without=("allocator",))
+    gpu: Gpu = part(Gpu)
 
 
 @dataclass(frozen=True, kw_only=True)

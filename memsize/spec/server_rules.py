@@ -11,7 +11,7 @@ from memsize.records.gpu import Card
 Version = tuple[int, ...]
 Counted = Literal["all", "growth"]
 Sampler = Literal["sorts", "sorts in float32", "searches", "copies"]
-Products = Literal["unpacks", "copies", "reads"]
+Products = Literal["unpacks", "copies", "reads", "tiles"]
 Held = Literal["always", "but in Llama", "never"]
 GraphEstimate = Literal["extrapolated", "measured"]
 
@@ -62,12 +62,14 @@ class Rules:
     `choose` gives its defaults, `torch` is the PyTorch that it pins. It profiles its largest step, or (`profiles`
     False) leaves the rest of the memory for it. Beside weights it counts what is allocated, or (`reserved`) the
     segments; and of what lies outside PyTorch all there is on the card, or its growth since the CUDA context was there.
-    That is what is in use less what is allocated, or (`slack` False) less the segments. The sum of what cards computed
-    that share a layer is a tensor of its own where `sums_beside`.
+    That is what is in use less what is allocated, or (`slack` False) less the segments; with NCCL's buffers where it
+    `counts_nccl`. The sum of what cards computed that share a layer is a tensor of its own where `sums_beside`.
     The sampler sorts logits (in the model's dtype, or in float32), or searches for thresholds. Products with packed
-    weights unpack them, copy their input, or do neither (`products`). An MLP has the result of its first product
-    (`gate`) until its end in each model or in those that do not share Llama's code; never where the model is compiled.
-    Latent attention multiplies its projections beforehand where it `absorbs` them.
+    weights unpack them, copy their input, or do neither, with sums of 1,024 rows or of a tile on each multiprocessor
+    (`products`). An MLP has the result of its first product (`gate`) until its end in each model or in those that do
+    not share Llama's code; never where the model is compiled. Experts have one buffer for both products where it
+    `shares_buffers`. Latent attention multiplies its projections beforehand where it `absorbs` them. The allocator
+    splits no block above 20 MiB for weights where `unsplit`. A first start `benchmarks` the compiled kernels.
     Images are encoded in the step itself, one for each sequence, or before it (`encodes_first`), as many as the tokens
     of a step may stand for.
 
@@ -87,12 +89,16 @@ class Rules:
     profiles: bool = True
     reserved: bool = False
     outside: Counted = "growth"
+    counts_nccl: bool = True
     slack: bool = False
     sums_beside: bool = True
     sampler: Sampler = "sorts in float32"
     products: Products = "reads"
     gate: Held = "never"
+    shares_buffers: bool = True
     absorbs: bool = False
+    unsplit: bool = False
+    benchmarks: bool = False
     encodes_first: bool = False
     windows: bool = False
     padding: float = 1

@@ -84,7 +84,7 @@ _VLLM: Final = (
         (0, 4, 1),
         "worker/worker.py, worker/model_runner.py, model_executor/layers/sampler.py, config.py",
         {"choose": _prompts(_ENDLESS, 0), "torch": "2.2", "reserved": True, "sampler": "sorts", "sums_beside": False}
-        | {"products": "unpacks", "gate": "always"},
+        | {"products": "unpacks", "gate": "always", "shares_buffers": False},
     ),
     Change((0, 4, 3), "layers/quantization/gptq_marlin.py; requirements", {"products": "copies", "torch": "2.3"}),
     Change(
@@ -110,9 +110,10 @@ _VLLM: Final = (
     Change((0, 7, 1), "attention/backends/mla/utils.py", {"absorbs": True}),
     Change(
         (0, 8, 0),
-        "envs.py: V1, whose models are compiled; v1/worker/gpu_worker.py; engine/arg_utils.py; requirements",
+        "envs.py: V1, whose models are compiled; v1/worker/gpu_worker.py; engine/arg_utils.py; requirements; "
+        "layers/fused_moe/fused_moe.py: `cache13`",
         {"outside": "all", "slack": True, "gate": "never", "absorbs": False, "encodes_first": True}
-        | {"choose": _by_name(1024), "torch": "2.6"},
+        | {"choose": _by_name(1024), "torch": "2.6", "shares_buffers": True},
     ),
     Change((0, 8, 4), "engine/arg_utils.py: 256 sequences but on H100 and H200", {"choose": _by_name(256)}),
     Change(
@@ -120,14 +121,23 @@ _VLLM: Final = (
         "engine/arg_utils.py: cards of 70 GiB; csrc/quantization/gptq_marlin/gptq_marlin.cu",
         {"choose": _by_size(a100=True), "products": "reads"},
     ),
-    Change((0, 9, 0), "engine/arg_utils.py: no A100 (pull request 17885)", {"choose": _by_size(), "torch": "2.7"}),
+    Change(
+        (0, 9, 0),
+        "engine/arg_utils.py: no A100 (pull request 17885); `c_tmp` in csrc/quantization/marlin/marlin.cu",
+        {"choose": _by_size(), "torch": "2.7", "products": "tiles"},
+    ),
     Change(
         (0, 9, 1),
         "v1/worker/gpu_worker.py (pull request 19312); v1/core/kv_cache_utils.py: groups of layers",
         {"outside": "growth", "slack": False, "windows": True},
     ),
     Change((0, 10, 2), "requirements", {"torch": "2.8"}),
-    Change((0, 12, 0), "v1/core/kv_cache_utils.py: 1.25 times; requirements", {"padding": 1.25, "torch": "2.9"}),
+    Change((0, 11, 0), "v1/worker/gpu_worker.py: measures from after `init_distributed` on", {"counts_nccl": False}),
+    Change(
+        (0, 12, 0),
+        "v1/core/kv_cache_utils.py: 1.25 times; config/compilation.py `benchmark_combo_kernel`; requirements",
+        {"padding": 1.25, "torch": "2.9", "benchmarks": True},
+    ),
     Change((0, 17, 0), "v1/sample/ops/topk_topp_triton.py; requirements", {"sampler": "searches", "torch": "2.10"}),
     Change((0, 18, 0), "v1/core/kv_cache_utils.py: 1.5 times", {"padding": 1.5}),
     Change(
@@ -136,7 +146,11 @@ _VLLM: Final = (
         {"graphs": "extrapolated", "choose": _by_size(0.92), "torch": "2.11"},
     ),
     Change((0, 21, 0), "v1/core/kv_cache_utils.py: concurrency times length (issue 43308)", {"by_requests": True}),
-    Change((0, 22, 0), "config/vllm.py `_is_default_v2_model_runner_model`", {"second": _as_given(_DENSE[:1])}),
+    Change(
+        (0, 22, 0),
+        "config/vllm.py `_is_default_v2_model_runner_model`; v1/worker/gpu_worker.py `_scoped_allocator_max_split`",
+        {"second": _as_given(_DENSE[:1]), "unsplit": True},
+    ),
     Change((0, 23, 0), "the same: Llama and Mistral", {"second": _as_given(_DENSE)}),
     Change((0, 24, 0), "the same", {"second": lambda kind: kind.architecture in (*_DENSE, *_ALSO)}),
     Change((0, 25, 1), "the same: each dense model", {"second": _dense}),

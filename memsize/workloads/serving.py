@@ -9,15 +9,17 @@ topk_topp_sampler.py` in V1), or searches for thresholds (`topk_topp_triton.py`,
 
 The forward is transformers' own, but for what vLLM has one kernel for: a norm makes nothing beside its result
 (`vllm/model_executor/layers/layernorm.py`), the gate of an MLP is one product with what it is multiplied by
-(`vllm/model_executor/models/llama.py`), and experts have two buffers, of the tokens times the experts of each
-(`fused_experts_impl` in `vllm/model_executor/layers/fused_moe/fused_moe.py`).
+(`vllm/model_executor/models/llama.py`), and experts have two or three buffers, of the tokens times the experts of each
+(`fused_experts_impl` in `vllm/model_executor/layers/fused_moe/fused_moe.py`), while the result of experts that all
+tokens share waits (`DeepseekV2MoE` in `vllm/model_executor/models/deepseek_v2.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import add
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ from memsize.workloads import Inference, Proof, Workload
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _MARLIN_ROWS = 1024
 """The rows that Marlin sums in float32 at most (`determine_reduce_max_m`)."""
+_TILE = 64 * 256
+"""The sums in float32 that Marlin keeps for each multiprocessor (`max_c_tmp_size` in csrc/quantization/marlin)."""
 _CHUNK = 32_768
 """The tokens that experts take at a time (`VLLM_FUSED_MOE_CHUNK_SIZE`)."""
 _TOKEN = 3
@@ -47,7 +51,8 @@ class ProfileRun(Workload):
     """One step without a cache: the last tokens of `seqs` texts (of 0: no head) are sampled by `sampler`; `tp` cards
     share the vocabulary. `products` is how packed weights are multiplied by; `holds_gate` says that a gated MLP has the
     result of its first product to its end. Images that are among the inputs are read too where it runs `with_images`.
-    The sum of what the cards computed of a layer is a tensor of its own where it `sums_beside`.
+    The sum of what the cards computed of a layer is a tensor of its own where it `sums_beside`. Both products of
+    experts use one buffer where it `shares_buffers`.
     """
 
     seqs: int
@@ -57,6 +62,8 @@ class ProfileRun(Workload):
     holds_gate: bool = False
     with_images: bool = False
     sums_beside: bool = False
+    shares_buffers: bool = True
+    processors: int = 0
 
     @property
     def proof(self) -> Proof:
@@ -68,7 +75,9 @@ class ProfileRun(Workload):
         run = Run(setup)
         names = {id(module): name for name, module in setup.model.named_modules()}
         root = names[id(body)]
-        quantized = {name.removesuffix(".weight").removeprefix(f"{root}.") for name in setup.precision.sizes}
+        quantized = {
+            name.removesuffix(".weight").removeprefix(f"{root}."): size for name, size in setup.precision.sizes.items()
+        }
         _fuse(body, self, quantized)
         _keep_states(body)
         with run.recording(), torch.no_grad(), setup.precision.autocast():
@@ -162,18 +171,20 @@ def _sampled(logits: torch.Tensor, sampler: Sampler) -> torch.Tensor:
 # -- kernels of its own ------------------------------------------------------------------------------------------------
 
 
-def _fuse(body: nn.Module, run: ProfileRun, packed: Set[str]) -> None:
-    """Let the layers of a model take what a server's do. `packed` are the paths of those with packed integers."""
+def _fuse(body: nn.Module, run: ProfileRun, packed: Mapping[str, int]) -> None:
+    """Let the layers of a model take what a server's do. `packed` are the bytes of quantized weights, by path."""
     for path, module in body.named_modules():
         experts = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
         if all(isinstance(weight, torch.Tensor) and weight.dim() == 3 for weight in experts):
-            vars(module)["forward"] = partial(_experts, module, run.sums_beside)
+            layer = body.get_submodule(path.rpartition(".")[0])
+            has_shared = any(hasattr(layer, name) for name in ("shared_experts", "shared_expert"))
+            vars(module)["forward"] = partial(_experts, module, run, has_shared)
         elif type(module).__name__.endswith("RMSNorm"):
             vars(module)["forward"] = _norm
         elif path in packed and isinstance(module, nn.Linear):
-            vars(module)["forward"] = partial(_product, module, run.products)
+            vars(module)["forward"] = partial(_product, module, run, packed[path])
         elif all(isinstance(getattr(module, name, None), nn.Linear) for name in _GATED):
-            vars(module)["forward"] = partial(_gated, module, run, f"{path}.gate_proj" in packed)
+            vars(module)["forward"] = partial(_gated, module, run, packed.get(f"{path}.gate_proj", 0))
     _forget_embeddings(body)
 
 
@@ -247,11 +258,11 @@ def _beside_inputs(
     return result
 
 
-def _gated(module: Any, run: ProfileRun, is_packed: bool, states: torch.Tensor) -> torch.Tensor:
+def _gated(module: Any, run: ProfileRun, packed: int, states: torch.Tensor) -> torch.Tensor:
     inner = module.down_proj.in_features
     both = states.new_empty(*states.shape[:-1], 2 * inner)
-    if is_packed:
-        _scratch(run.products, states, 2 * inner)
+    if packed:
+        _scratch(run, 2 * packed, states, 2 * inner)
     activated = states.new_empty(*states.shape[:-1], inner)
     if not run.holds_gate:
         del both
@@ -259,24 +270,29 @@ def _gated(module: Any, run: ProfileRun, is_packed: bool, states: torch.Tensor) 
     return torch.empty_like(result) if run.sums_beside else result
 
 
-def _product(module: nn.Linear, products: Products, states: torch.Tensor) -> torch.Tensor:
+def _product(module: nn.Linear, run: ProfileRun, packed: int, states: torch.Tensor) -> torch.Tensor:
     result = states.new_empty(*states.shape[:-1], module.out_features)
-    _scratch(products, states, module.out_features)
+    _scratch(run, packed, states, module.out_features)
     return result
 
 
-def _scratch(products: Products, states: torch.Tensor, width: int) -> None:
-    """Allocate the scratch memory of a product with packed integers: the weight as numbers, of ExLlama (`gptq_gemm` in
-    vLLM's csrc/quantization/gptq/q_gemm.cu) and AWQ (awq.py); or Marlin's copy of its input and its sums in float32
-    (csrc/quantization/gptq_marlin/gptq_marlin.cu).
+def _scratch(run: ProfileRun, packed: int, states: torch.Tensor, width: int) -> None:
+    """Allocate the scratch memory of a product with weights of so many bytes: the input in as many bits where those
+    are eight (`scaled_fp8_quant` and `scaled_int8_quant` in vLLM's `_custom_ops.py`); the weight as numbers, of ExLlama
+    (`gptq_gemm` in csrc/quantization/gptq/q_gemm.cu) and AWQ (awq.py); or Marlin's copy of its input and its sums in
+    float32 (csrc/quantization/gptq_marlin/gptq_marlin.cu).
     """
     inputs = states.shape[-1]
-    if products == "unpacks":
+    if packed >= inputs * width:
+        states.new_empty(states.shape, dtype=torch.uint8)
+        return
+    if run.products == "unpacks":
         states.new_empty(inputs, width)
         return
     rows = min(-(-states.numel() // inputs // 64) * 64, _MARLIN_ROWS)
-    copied = states.new_empty(states.shape) if products == "copies" else None
-    sums = states.new_empty(rows, width, dtype=torch.float32)
+    copied = states.new_empty(states.shape) if run.products == "copies" else None
+    size = run.processors * _TILE if run.products == "tiles" else rows * width
+    sums = states.new_empty(size, dtype=torch.float32)
     del copied, sums
 
 
@@ -285,13 +301,16 @@ def _norm(states: torch.Tensor, *_: Any, **_options: Any) -> torch.Tensor:
 
 
 def _experts(
-    module: Any, sums_beside: bool, states: torch.Tensor, chosen: torch.Tensor, *_: Any, **_options: Any
+    module: Any, run: ProfileRun, has_shared: bool, states: torch.Tensor, chosen: torch.Tensor, *_: Any, **_options: Any
 ) -> torch.Tensor:
-    """The experts' products, in place: one buffer for what goes in and out of the activation, one for its result."""
+    """The experts' products, in place: one buffer for each, or one for both, and one for the result of the activation,
+    beside the result of shared experts.
+    """
     width = states.shape[-1]
     inner = module.down_proj[0].numel() // width
     rows = min(states.numel() // width, _CHUNK) * chosen.shape[-1]
-    products = states.new_empty(rows * max(2 * inner, width))
+    shared = torch.empty_like(states) if has_shared else None
+    products = states.new_empty(rows * (max if run.shares_buffers else add)(2 * inner, width))
     activated = states.new_empty(rows, inner)
-    del products, activated
-    return torch.empty_like(states) if sums_beside else states
+    del products, activated, shared
+    return torch.empty_like(states) if run.sums_beside else states

@@ -1,7 +1,6 @@
 """Logs of servers: what vLLM and SGLang said of the parts of a card's memory, and of the cache that was left.
 
-A row's words are the server's arguments, `model` (a config below), `gib` (the card's memory as the log has it), `start`
-(where one that compiles and one that has what was compiled differ) and the
+A row's words are the server's arguments, `model` (a config below), `gib` (the card's memory as the log has it) and the
 `figure`: GiB of the weights, the step, both at once (``peak``), what is outside PyTorch, CUDA graphs or the cache, and
 the cache in blocks or tokens.
 """
@@ -165,7 +164,7 @@ _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
         },
     },
 }  # fmt: skip
-_ABOUT: Final = ("model", "figure", "gib", "start")
+_ABOUT: Final = ("model", "figure", "gib")
 
 
 def predict(row: Row) -> tuple[float, float, float]:

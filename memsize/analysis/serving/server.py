@@ -11,7 +11,6 @@ runner measures piecewise graphs, and counts full ones so.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
@@ -21,11 +20,14 @@ import torch
 from memsize.analysis.findings.generation import SERVING_RULES
 from memsize.analysis.remedies import Need
 from memsize.analysis.runner import Runner
+from memsize.analysis.serving.first_start import benchmark
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
 from memsize.analysis.serving.server_remedies import ServedModel, arguments_of, assumptions, remedies_for_server
+from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.cards import processors
 from memsize.device.cuda_context import code_of_libraries, cuda_context
 from memsize.device.gpu_estimate import estimate_gpu
-from memsize.device.replay import Levels, replay
+from memsize.device.replay import OMITTED, Levels, replay
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.loading.hubs import checkpoint_config_of
 from memsize.model.input_tensors import ModelInputs
@@ -35,7 +37,7 @@ from memsize.records.columns import distinct
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, Interval
 from memsize.records.serving import ServingReport, ServingRow
-from memsize.records.trace import Trace
+from memsize.records.trace import StoredPart, Trace
 from memsize.spec.generation import KV_BYTES, Generation, ServerArguments, Serving
 from memsize.spec.scenario import Scenario
 from memsize.spec.server_rules import GraphEstimate, GraphSizes, Rules
@@ -71,6 +73,7 @@ UNLINKED: Final = Interval(GiB * 20 // 100, GiB * 36 // 100)
 _NVLINK: Final = ("V100", "A100", "H100 80GB", "GH200", "H200", "B200", "B300")
 """Cards that have NVLink in most servers; an H100 NVL or an RTX 3090 has it where a bridge was added."""
 _WEIGHTS = ("parameter", "buffer")
+_UNSPLIT: Final = 20 * MiB
 _PRODUCTS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that vLLM and SGLang compute in one product (`QKVParallelLinear` and `MergedColumnParallelLinear` in vLLM's
 `model_executor/layers/linear.py`).
@@ -102,6 +105,7 @@ class Server:
     runner: Runner
     prompts: Prompts
     serving: Serving
+    allocator: AllocatorConfig
     progress: Callable[[str], None] = lambda _: None
     _profiles: dict[tuple[object, ...], Profile] = field(default_factory=dict)
     """By model and step."""
@@ -210,7 +214,7 @@ class Server:
         )
 
     def _row(self, row: ServingRow, scenario: Scenario, layout: BlockLayout, served: ServerArguments) -> ServingRow:
-        run = self.runner, scenario, served.tokens, served.seqs, served.tp, served.rules, served.graphs
+        run = self.runner, scenario, served.tokens, served.seqs, served.tp, served.rules, served.graphs, served.compiles
         profile = self._profiles.get(run) or self._profiles.setdefault(run, self._profiled(scenario, served))
         graphs, outside = profile.graphs, self._outside(profile, served)
         row = replace(row, weights=profile.weights, profile=profile.step, non_torch=outside, graphs=graphs)
@@ -229,22 +233,22 @@ class Server:
 
     def _outside(self, profile: Profile, served: ServerArguments) -> Interval:
         """Memory taken beside tensors, as the release counts it: outside PyTorch, and where it counts segments also
-        what is free in them; in those of a step that depends on the order of all allocations.
+        what is free in them; in those of a step that depends on the order of all allocations. SGLang only counts what
+        was taken before the weights, and its share of the memory is that of the rest.
         """
-        gpu, stack = self.runner.gpu, self._stack(served)
-        logged = OUTSIDE
-        if served.tp > 1:
+        gpu, stack, rules = self.runner.gpu, self._stack(served), served.rules
+        logged, exchange = OUTSIDE, Interval(0, 0)
+        if served.tp > 1 and rules.counts_nccl:
             logged = LINKED if any(name in gpu.name for name in _NVLINK) else UNLINKED
+            exchange = Interval(max(logged.low - OUTSIDE.high, 0), logged.high - OUTSIDE.low)
         code = code_of_libraries(gpu, stack, profile.ops)
-        outside = Interval(max(code.low, logged.low), max(code.high, logged.high))
         free = Interval(profile.slack, profile.slack + profile.free)
-        context = Interval(0, 0)
-        if not served.rules.profiles and served.kv_bytes is None:
-            # Its share of memory is that of what was free beside the CUDA context.
-            whole = cuda_context(gpu, stack, ())
-            context = Interval(*(round(end * served.utilization) for end in whole))
-        elif served.rules.outside == "all":
-            context = cuda_context(gpu, stack, ())
+        context = cuda_context(gpu, stack, ()) if rules.outside == "all" or not rules.profiles else Interval(0, 0)
+        if rules.profiles:
+            outside = Interval(max(code.low, logged.low), max(code.high, logged.high))
+        else:
+            share = 0 if served.kv_bytes else served.utilization
+            context, outside = (Interval(*(round(end * share) for end in ends)) for ends in (context, exchange))
         return Interval(*(sum(ends) for ends in zip(outside, context, free, strict=True)))
 
     def _stack(self, served: ServerArguments) -> Stack:
@@ -265,11 +269,20 @@ class Server:
         inputs = self.prompts(length) if in_step else self._texts(length)
         holds_gate = rules.holds_gate(str(text_config(runner.model).model_type))
         run = ProfileRun(
-            seqs, served.tp, rules.sampler, rules.products, holds_gate, in_step, served.tp > 1 and rules.sums_beside
+            seqs,
+            served.tp,
+            rules.sampler,
+            rules.products,
+            holds_gate,
+            in_step,
+            sums_beside=served.tp > 1 and rules.sums_beside,
+            shares_buffers=rules.shares_buffers,
+            processors=processors(runner.gpu)[1],
         )
         trace = self._on(inputs, served.tokens // length, served).run(run, scenario)
-        estimate = estimate_gpu(trace, runner.gpu)
-        step, free = estimate.allocated - weights_in(trace).allocated, estimate.reserved - estimate.allocated
+        estimate = estimate_gpu(trace, runner.gpu, config=self.allocator)
+        step = estimate.allocated - weights_in(trace, self.allocator).allocated
+        free = estimate.reserved - estimate.allocated if rules.reserved else 0
         if has_images and rules.encodes_first:
             if image.tokens:  # as many images as the tokens of a step may stand for
                 images = max(1, min(max(served.tokens, image.tokens) // image.tokens, served.seqs))
@@ -280,20 +293,29 @@ class Server:
         quantized = checkpoint_config_of(runner.model) is not None
         copies = latent_copies(runner.model, absorbed=rules.absorbs, quantized=quantized)
         tables = rotary_tables(runner.model) + padding + copies
+        if copies and rules.absorbs:  # they are computed, so that a workspace of cuBLAS is there before the step
+            workspace = max((storage.bytes for storage in trace.storages if storage.role == "workspace"), default=0)
+            step, tables = step - workspace, tables + workspace
         ops = frozenset(distinct(trace.events, "op") - {""})
-        weights = weights_in(trace, _PRODUCTS)
+        loading = replace(self.allocator, max_split_size=_UNSPLIT) if rules.unsplit else self.allocator
+        weights = loaded_weights(trace, loading, repacks=rules.products != "unpacks")
         slack = weights.reserved - weights.allocated if rules.slack else 0
         if rules.counts:  # of each token of the vocabulary, in what was generated and (as bits) in the prompt
             vocabulary = text_config(runner.model).vocab_size * served.tp
             step += served.seqs * (vocabulary + -(-vocabulary // 32)) * 4
-        step, free = step if rules.profiles else 0, free if rules.reserved else 0
+        if served.compiles:
+            compiled = benchmark(runner.model, served, runner.gpu)
+            low, high = (0, 0) if self.allocator.expandable_segments else compiled.segment
+            step, most = (max(step, end) for end in compiled.peak)
+            slack, free = slack + low, free + most - step + high - low
+        step = step if rules.profiles else 0
         return Profile(weights.allocated + tables, slack, step, free, ops, self._graphs(scenario, served))
 
     def _graphs(self, scenario: Scenario, served: ServerArguments) -> Interval:
         captured, kind, config = served.graphs, served.rules.graphs, text_config(self.runner.model)
         if captured is None or kind is None:
             return Interval(0, 0)
-        run = ProfileRun(0, served.tp, products=served.rules.products)
+        run = ProfileRun(0, served.tp, products=served.rules.products, processors=processors(self.runner.gpu)[1])
         trace = self._on(self._texts(captured.largest), 1, served).run(run, scenario)
         stored = {number for number, storage in enumerate(trace.storages) if storage.role in _WEIGHTS}
         segments = replay((event.storage, event.delta) for event in trace.events if event.storage not in stored)
@@ -316,7 +338,8 @@ class Server:
             return Encoded(0, 0, 0)
         encoder = ImageRun()
         trace = self._on(self.prompts(MIXED), images, served).run(encoder, scenario)
-        step = estimate_gpu(trace, self.runner.gpu).allocated - weights_in(trace).allocated
+        estimate = estimate_gpu(trace, self.runner.gpu, config=self.allocator)
+        step = estimate.allocated - weights_in(trace, self.allocator).allocated
         return Encoded(encoder.tokens // images, step, encoder.bytes)
 
 
@@ -328,21 +351,33 @@ class Encoded(NamedTuple):
     result: int
 
 
-def weights_in(trace: Trace, products: Sequence[Sequence[str]] = ()) -> Levels:
-    """Bytes of the blocks and segments of parameters and buffers when the model is loaded; those of layers that are
-    computed in one of `products` are one tensor.
+def weights_in(trace: Trace, allocator: AllocatorConfig) -> Levels:
+    """Bytes of the blocks and segments of parameters and buffers in the trace."""
+    stored = {number for number, storage in enumerate(trace.storages) if storage.role in _WEIGHTS}
+    return replay(((e.storage, e.delta) for e in trace.events if e.storage in stored and e.delta > 0), allocator).final
+
+
+def loaded_weights(trace: Trace, allocator: AllocatorConfig, *, repacks: bool) -> Levels:
+    """The same when a server has loaded the model: the parts of a quantized weight are tensors, and those of layers
+    that are computed in one product are one. Where it `repacks` integers, it then makes another tensor of each of their
+    parts, layer by layer, and gives back what is wholly free (`process_weights_after_loading` of gptq_marlin.py).
     """
-    sizes: dict[object, int] = {}
-    met: Counter[int] = Counter()
-    for event in trace.events:
-        storage = trace.storages[event.storage]
-        if storage.role in _WEIGHTS and event.delta > 0:
-            parent, _, name = (trace.layers[storage.layer].path if storage.layer >= 0 else "").rpartition(".")
-            product = next((names for names in products if name in names), None)
-            tensor = (parent, product, met[storage.layer]) if product else event.storage
-            met[storage.layer] += 1
-            sizes[tensor] = sizes.get(tensor, 0) + event.delta
-    return replay(enumerate(sizes.values())).final
+    sizes: dict[tuple[object, str], int] = {}
+    packed: set[tuple[object, str]] = set()
+    for tensor in trace.tensors:
+        parent, _, name = tensor.layer.rpartition(".")
+        product = next((names for names in _PRODUCTS if name in names), None)
+        key: object = (parent, product, tensor.name.rpartition(".")[2]) if product else tensor.name
+        for part in tensor.parts or (StoredPart("", tensor.spec, tensor.bytes),):
+            sizes[key, part.name] = sizes.get((key, part.name), 0) + part.bytes
+            if repacks and any(other.spec.dtype == "int32" for other in tensor.parts):
+                packed.add((key, part.name))
+    events = [(number, size) for number, size in enumerate(sizes.values()) if size]
+    for number, (named, size) in enumerate(sizes.items()):
+        if named in packed:
+            events += [(len(sizes) + number, size), (number, -size)]
+    # An event that changes nothing, before which the cache is emptied.
+    return replay([*events, OMITTED], allocator, emptied=[len(events)]).final
 
 
 def served_scenarios(scenarios: Sequence[Scenario], model: Any, rules: Rules) -> tuple[Scenario, ...]:

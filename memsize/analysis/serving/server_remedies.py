@@ -130,9 +130,6 @@ def _on_gpu(card: Card) -> Remedy[ServedModel]:
     return Remedy(card.name, f"a card of {format_bytes(card.bytes)}", "another card", "hardware", apply)
 
 
-_COMPILING: Final = GiB * 18 // 10
-
-
 def assumptions(
     row: ServingRow, groups: Sequence[LayerGroup], served: ServerArguments, reads_images: bool
 ) -> Iterator[str]:
@@ -147,10 +144,9 @@ def assumptions(
             f"{captured.piecewise} piecewise and {captured.full} full graphs of up to {captured.largest:,} tokens: "
             "none with --enforce-eager"
         )
-    compiles = rules.profiles and rules.gate == "never"
-    if compiles and row.paged is not None and row.paged.available.middle < 20 * _COMPILING:
+    if rules.benchmarks and rules.gate == "never" and not served.compiles:
         yield (
-            "the first start also compiles the model: in logs the cache was 0.9 to 1.8 GiB smaller until the next one "
+            "the first start also compiles the model, which leaves less for the cache: --first-start says how much "
             "(vllm-project/vllm#54122, #54383)"
         )
     yield (

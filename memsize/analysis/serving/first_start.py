@@ -1,0 +1,44 @@
+"""The memory that vLLM's first start measures beside a step: Inductor, which compiles the model then, times kernels
+that it may combine (`benchmark_combo_kernel` in vLLM's `config/compilation.py`).
+
+The largest one looks up the tokens. It gets a table of random numbers as large as that of the model, and writes the
+embeddings and, on one GPU, what the first norm makes of them (`benchmark_codegened_module` in
+torch/_inductor/codegen/triton.py, `rand_strided` in torch/_dynamo/testing.py); a buffer as large as the GPU's cache is
+written between two calls (`InductorBenchmarker` in torch/_inductor/runtime/benchmarking.py). All is freed before the
+step runs, but the step's first workspace of cuBLAS lies where the table was, so that its segment stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from memsize.device.allocator_config import SEGMENT_STEP
+from memsize.records.gpu import Card, Interval
+from memsize.spec.generation import ServerArguments
+from memsize.units import MiB
+
+_CACHES: Final = {
+    (6, 0): (4, 4), (7, 0): (6, 6), (7, 5): (3, 6), (8, 0): (24, 40), (8, 6): (2, 6), (8, 9): (24, 96),
+    (9, 0): (50, 60), (10, 0): (126, 126), (12, 0): (24, 128),
+}  # fmt: skip
+"""MiB of the second-level cache, by compute capability: NVIDIA's data sheets."""
+_HANDLES_FIRST: Final = (0, 33, 0)
+"""vLLM makes cuBLAS's workspaces before anything is measured (`init_device` in v1/worker/gpu_worker.py)."""
+
+
+class Benchmark(NamedTuple):
+    """Bytes at the peak of the compilation, beside the weights, and of the segment that stays."""
+
+    peak: Interval
+    segment: Interval
+
+
+def benchmark(model: Any, served: ServerArguments, card: Card) -> Benchmark:
+    """Return what compiling `model`, one GPU's part, takes."""
+    table = model.get_input_embeddings().weight
+    embeddings = served.tokens * table.shape[1] * table.itemsize
+    size = table.nbytes + embeddings * (2 if served.tp == 1 else 1)
+    cache = _CACHES.get(card.capability, (2, 128))
+    segment = -(-table.nbytes // SEGMENT_STEP) * SEGMENT_STEP if served.rules.slack else 0
+    peak = Interval(*(size + end * MiB for end in cache))
+    return Benchmark(peak, Interval(segment if served.rules.version < _HANDLES_FIRST else 0, segment))
