@@ -12,7 +12,7 @@ from memsize.cli import _QUESTIONS, memsize
 from tests.conftest import ROOT
 
 SKILL, LLMS = ROOT / "SKILL.md", ROOT / "llms.txt"
-PAGES = {"fit-script": "fit", "init": "check", "gpus": "fit", "models": "targets", "watch": "verify"}
+PAGES = {"fit-script": "fit", "init": "check", "models": "targets", "watch": "verify"}
 """The pages of commands that have none of their own."""
 ABOUT = (
     "memsize predicts how much GPU memory a PyTorch model or training script needs, what each byte belongs to, and "

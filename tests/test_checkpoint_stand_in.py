@@ -68,7 +68,7 @@ optimizer.zero_grad(); optimizer.state.clear(); del states
 """
     stood_in = ran(tmp_path, f"{text}{resuming}\ntrain(3)", "last.pt", "stood_in.txt")
     real = ran(tmp_path, f"{text}{saving}{resuming}\ntrain(2)", "last.pt", "real.txt", checkpoint=None)
-    assert any("last.pt is not there" in note for note in stood_in.trace.notes)
+    assert any("last.pt does not exist" in note for note in stood_in.trace.notes)
     assert not any("last.pt" in note for note in real.trace.notes)
     taken = [int((tmp_path / name).read_text()) for name in ("stood_in.txt", "real.txt")]
     assert taken[0] == taken[1] >= 2 * STATE

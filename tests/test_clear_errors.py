@@ -340,7 +340,7 @@ def _step(fails: Callable[[nn.Module, torch.Tensor], Any]) -> Callable[[nn.Modul
         (nn.Linear(4, 4).requires_grad_(False), {}, "no parameter of the model requires a gradient"),
         (nn.ReLU(), {"optimizer": "sgd"}, "no parameter of the model requires a gradient"),
         (Sparse(), {}, "the optimizer failed: Adam does not support sparse gradients"),
-        (nn.Linear(4, 4), {"optimizer": lambda _: 3}, "what was returned, 3, is no optimizer"),
+        (nn.Linear(4, 4), {"optimizer": lambda _: 3}, "what was returned, 3, is not an optimizer"),
         (nn.Linear(4, 4), {"loss": lambda output: output.foo}, "the loss failed: AttributeError"),
         (nn.Linear(4, 4), {"loss": lambda output: output}, r"the loss is float32\[1,4\]"),
         (nn.Linear(4, 4), {"loss": "own"}, "the model returns no loss of its own"),

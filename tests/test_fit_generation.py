@@ -205,7 +205,7 @@ def test_the_command_line(target: str, capsys: pytest.CaptureFixture[str]) -> No
     [
         ({"vary": "seq_len"}, "cannot vary seq_len of a generation: vary context or batch"),
         ({"vary": "context", "prompt": 8}, "a context that varies makes its own prompt"),
-        ({"train": "adamw"}, "train is about a step of the model's own"),
+        ({"train": "adamw"}, "train is for training steps"),
     ],
 )
 def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:

@@ -49,9 +49,11 @@ def test_inference_without_an_optimizer() -> None:
 def test_it_warns_or_stops_where_the_memory_is_not_there() -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
-    with pytest.warns(UserWarning, match=r"Sequential needs .* at its peak, in .*; 1\.00 MiB are there\. The most are"):
+    with pytest.warns(
+        UserWarning, match=r"Sequential needs .* at its peak, in .*; 1\.00 MiB are available\. The largest part is"
+    ):
         memsize.guard(model, optimizer, BATCH, budget="1 MiB")
-    with pytest.raises(memsize.BudgetError, match=r"1\.00 MiB are there"):
+    with pytest.raises(memsize.BudgetError, match=r"1\.00 MiB are available"):
         memsize.guard(model, optimizer, BATCH, budget=1 << 20, on_excess="raise")
     assert memsize.guard(model, optimizer, BATCH, budget=1 << 20, on_excess="ignore").fits is False
 

@@ -87,7 +87,7 @@ def test_weights_that_cannot_be_downloaded_are_stood_in_for(tmp_path: Path) -> N
     )
     assert run.failure is None
     assert sum(storage.bytes for storage in run.trace.storages) == 2 * 4 * (512 * 1024 + 1024)
-    assert any("net-0123.pth is not there" in note for note in run.trace.notes)
+    assert any("net-0123.pth does not exist" in note for note in run.trace.notes)
     assert not (tmp_path / "cache" / "net-0123.pth").exists()
 
 

@@ -266,7 +266,7 @@ def test_the_scale_of_offloaded_gradients_leaves_nothing_to_wait_for(write: Writ
 
 def test_what_was_sharded_is_said(mixed: Trace) -> None:
     first, second, *_ = mixed.notes
-    assert first == "fsdp: fully_shard on 4 x Block, the layers that repeat in a list or a sequence; shown is rank 0"
+    assert first == "fsdp: fully_shard on 4 x Block, the layers that repeat in a list or a sequence; this is rank 0"
     assert second.startswith("amp-bf16 is FSDP's mixed precision here, not autocast")
 
 
@@ -295,9 +295,9 @@ def test_scenarios_that_cannot_be_trained_so(scenario: str, message: str) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": None}, "spreads a training: name its optimizer"),
-        ({"optimizer": "own"}, "spreads the usual training loop"),
-        ({"step": lambda model: model}, "spreads the usual training loop"),
+        ({"optimizer": None}, "distributes a training: name an optimizer"),
+        ({"optimizer": "own"}, "distributes the usual training loop"),
+        ({"step": lambda model: model}, "distributes the usual training loop"),
         ({"execute": True}, "it cannot really compute alone"),
     ],
 )
@@ -362,7 +362,7 @@ def test_another_rank_is_shown_where_it_is_asked_for() -> None:
     model = nn.Sequential(nn.Linear(64, 97, bias=False))
     for rank in (0, 3):
         trace = memsize.trace(model, (1, 64), parallel=f"fsdp=4,rank={rank}", optimizer="sgd", gpu="t4").trace
-        assert trace.world == World(4, rank) and trace.notes[0].endswith(f"shown is rank {rank}")
+        assert trace.world == World(4, rank) and trace.notes[0].endswith(f"this is rank {rank}")
         assert at_the_end(trace)["parameter"] == 25 * 64 * 4
         assert [each.bytes for each in trace.tensors] == [25 * 64 * 4]
 
@@ -402,7 +402,7 @@ def test_adapters_are_trained_on_several_gpus() -> None:
     ("options", "message"),
     [
         (["--train", "adamw", "--parallel", "tp=4"], "Sequential has no plan for tensor parallelism"),
-        (["--parallel", "fsdp=4"], "fsdp=4 spreads a training: name its optimizer, such as adamw"),
+        (["--parallel", "fsdp=4"], "fsdp=4 distributes a training: name an optimizer, such as adamw"),
         (["--train", "adamw", "--parallel", "ddp=4", "--execute"], "it cannot really compute alone"),
     ],
 )
@@ -638,7 +638,7 @@ def test_what_is_compared_is_in_the_data(fitted: Any) -> None:
     ("options", "message"),
     [
         ({"gpus": "1..8"}, "gpus goes with parallel"),
-        ({"parallel": "fsdp=2"}, "spreads a training"),
+        ({"parallel": "fsdp=2"}, "distributes a training"),
         ({"parallel": "fsdp", "train": "adamw"}, "on how many GPUs"),
     ],
 )

@@ -187,7 +187,7 @@ def test_the_same_place_of_each_stage_is_shown() -> None:
     )
     *_, last = shown.notes
     assert last.startswith("each stage at its own peak: rank 1 ") and ", rank 4 " in last
-    assert last.endswith("; shown is rank 4")
+    assert last.endswith("; this is rank 4")
 
 
 def test_shards_of_a_stage_may_be_offloaded() -> None:
@@ -211,13 +211,13 @@ def test_the_fullest_rank_is_shown_and_the_others_are_told() -> None:
         "Schedule1F1B; the batch is that of one microbatch"
     )
     assert last.startswith("each stage at its own peak: rank 0 ") and last.endswith(
-        f"shown is rank {shown.trace.world.rank}"
+        f"this is rank {shown.trace.world.rank}"
     )
 
 
 def test_a_stage_is_shown_where_its_rank_is_asked_for() -> None:
     shown = memsize.trace(Model(), IDS, parallel="pp=4,rank=3", gpu="t4").trace
-    assert shown.world == memsize.World(4, 3) and shown.notes[-1].endswith("shown is rank 3")
+    assert shown.world == memsize.World(4, 3) and shown.notes[-1].endswith("this is rank 3")
     assert "head.weight" in {tensor.name for tensor in shown.tensors}
 
 

@@ -88,7 +88,7 @@ def test_limits_and_tables(project: pytest.Pytester, workers: tuple[str, ...]) -
         [
             "parameters: 0.67 KiB, 0.17 KiB over the limit of 0.50 KiB, mostly in 0 (0.53 KiB) and 2 (0.14 KiB).",
             "parameters: 172, 1 over the limit of 171, mostly in 0 (136) and 2 (36).",
-            'memsize_limit(training_peak): no question of the test tells it; train="adamw" asks for training steps',
+            'memsize_limit(training_peak): no call of the test checks it; train="adamw" asks for training steps',
             "no limit 'paramters': did you mean parameters?",
             "memsize_limit is checked by the fixture memsize, which the test doesn't use: name it among its arguments",
             "*= memsize =*",

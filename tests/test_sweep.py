@@ -133,7 +133,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         'target = "m.py:N"\nparallel = "fsdp"\ngpus = "8.."',
         "x.toml: cannot read the number of GPUs",
     ),
-    "GPUs for inference": ('target = "torch.nn:ReLU"\nparallel = "fsdp=8"', "x.toml: fsdp=8 spreads a training"),
+    "GPUs for inference": ('target = "torch.nn:ReLU"\nparallel = "fsdp=8"', "x.toml: fsdp=8 distributes a training"),
     "too many": (
         f'target = "m.py:N"\nbatch_size = {[*range(1, 401)]}\nseq_len = {[*range(1, 401)]}',
         "x.toml: more than 100,000 cells",
@@ -157,7 +157,7 @@ def test_a_mistake_is_told_in_one_line_that_names_the_key(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--scheduler", "tcp://x:1"], "a scheduler is that of a cluster: choose the backend dask"),
+        (["--scheduler", "tcp://x:1"], "a scheduler belongs to a cluster: choose the backend dask"),
         (["--backend", "dask", "--timeout", "3"], "timeout: Dask runs cells in threads"),
         (["--results", "nets.py"], "nets.py:1 is not the result of a sweep: name another file with --results"),
         (["--results", "one.json", "--fresh"], "one.json is not the result of a sweep"),

@@ -149,7 +149,7 @@ def test_a_step_that_will_not_fit_is_told_before(monkeypatch: pytest.MonkeyPatch
     lines = play(monkeypatch, fits, series)
     assert lines[-1].startswith("10.0 GiB allocated, at most 12.0 GiB, predicted ")
     assert play(monkeypatch, stops, series[:4])
-    with pytest.raises(memsize.BudgetError, match=r"step 5 will need 13\.0 GiB, 12\.0 GiB are there: memory grows"):
+    with pytest.raises(memsize.BudgetError, match=r"step 5 will need 13\.0 GiB, 12\.0 GiB are available: memory grows"):
         play(monkeypatch, stops, series[4:])
 
 

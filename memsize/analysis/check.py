@@ -161,10 +161,10 @@ def against_baseline(now: Baseline, before: Baseline, growth: Growth) -> Iterato
         key for key in {**before.settings, **now.settings} if before.settings.get(key) != now.settings.get(key)
     ]:
         was = ", ".join(f"{key} {before.settings.get(key, 'none')}" for key in changed)
-        raise InputError(f"its baseline is for another setting ({was}): memsize check --update writes it anew")
+        raise InputError(f"its baseline is for another setting ({was}): memsize check --update rewrites it")
     for name, value in now.figures.items():
         if name not in before.figures:
-            raise InputError(f"its baseline has no {name}: memsize check --update writes it anew")
+            raise InputError(f"its baseline has no {name}: memsize check --update rewrites it")
         base = before.figures[name]
         allowed = growth.most(base)
         unit: Unit = "elements" if name == "parameters" else "bytes"

@@ -202,7 +202,7 @@ class Guard:
         loop.add(torch.cuda.memory_stats())
         if self.budget is not None and loop.expected > self.budget:
             needs = f"step {len(loop.starts)} will need {format_bytes(loop.expected)}"
-            there = f"{format_bytes(self.budget)} are there: memory grows from step to step"
+            there = f"{format_bytes(self.budget)} are available: memory grows from step to step"
             self.exceed(f"{needs}, {there}", stacklevel=3)
         current, most = format_bytes(loop.starts[-1]), format_bytes(loop.peaks[-1])
         return f"{current} allocated, at most {most}, predicted {predicted}"
@@ -220,8 +220,8 @@ class Guard:
         role, size = max(peak.roles.items(), key=lambda item: item[1], default=("activation", 0))
         where = moment_in_words(peak.peak_phase, peak.peak_layer)
         needs = f"{self.step.trace.model} needs {format_bytes(peak.reserved)} at its peak, in {where}"
-        there = "" if self.budget is None else f"; {format_bytes(self.budget)} are there"
-        return f"{needs}{there}. The most are {noun(role)}, {format_bytes(size)}."
+        there = "" if self.budget is None else f"; {format_bytes(self.budget)} are available"
+        return f"{needs}{there}. The largest part is {noun(role)}: {format_bytes(size)}."
 
 
 class PredictedPeak(NamedTuple):

@@ -65,7 +65,7 @@ def check(request: CheckRequest, *, progress: Callable[[str], None] | None = Non
     written.
     """
     if len(request.projects) > 1:
-        raise InputError("a check is of one project: ask about each by itself")
+        raise InputError("a check covers one project: check each by itself")
     project = read_project(find_project(request.projects[0]).absolute())
     select, ignore = (
         tuple(filter(None, map(str.strip, codes.split(",") if isinstance(codes, str) else codes)))
@@ -285,4 +285,6 @@ def _toml(value: object) -> str:
             return f"[{', '.join(map(_toml, value))}]"
         case Mapping():
             return f"{{ {', '.join(f'{name} = {_toml(entry)}' for name, entry in value.items())} }}"
-    raise InputError(f"{value!r} cannot stand in a {NAME}: build the model in a function that takes no such argument")
+    raise InputError(
+        f"{value!r} cannot be written to a {NAME}: build the model in a function that takes no such argument"
+    )

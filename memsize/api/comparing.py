@@ -134,10 +134,10 @@ def _refuse_unused_options(request: DiffRequest) -> None:
             run.append(side)
     options = {"training": "train", "gpu": "a GPU", "execute": "execute", "scenarios": "scenarios"}
     if all(isinstance(side, ModelRequest) for side in run) and request.model != plain.model:
-        raise InputError("an input is for models without one, and both sides have theirs, or are there already")
+        raise InputError("an input is for models without one: both sides have theirs")
     for name, option in options.items():
         if not run and getattr(request, name) != getattr(plain, name):
-            raise InputError(f"{option} is for models that are run, and both sides are there already")
+            raise InputError(f"{option} is for models that are run: both sides are saved already")
 
 
 def answer_of(request: ReportRequest, progress: Callable[[str], None] | None = None) -> Any:

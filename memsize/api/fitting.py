@@ -114,6 +114,6 @@ def _check_question(request: requests.FitRequest, vary: Vary, generates: bool) -
         "gpus": request.gpus,
     }
     if generates and (about_steps := next((name for name, value in steps.items() if value), None)):
-        raise InputError(f"{about_steps} is about a step of the model's own, not about tokens that it generates")
+        raise InputError(f"{about_steps} is for training steps, not for generated text")
     if request.gpu.name == ALL and (request.model.batch_size is None or not vary.batch or generates):
         raise InputError("--gpu all finds the smallest GPU for a batch: give one, as in --batch-size 8")

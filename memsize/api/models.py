@@ -133,7 +133,7 @@ def trace(request: TraceRequest) -> StepTrace:
         )
     training = request.training
     if request.step is not None and training is not None and training != Training(steps=training.steps):
-        raise InputError("step is a loop of your own: its optimizer, loss and backward passes are said there")
+        raise InputError("step is a loop of your own: its optimizer, loss and backward passes are defined there")
     return step_trace(request, loop=request.step, world=request.world)
 
 

@@ -43,7 +43,7 @@ class Loaded(NamedTuple):
 def refuse_resizing(model: ModelRequest) -> None:
     """Raise `InputError` for a batch size beside real inputs, which have their own."""
     if model.call is not None and model.batch_size is not None:
-        raise InputError("batch_size is for inputs that are made: real inputs have their batch dimension already")
+        raise InputError("batch_size is for inputs that memsize makes: real inputs already have a batch dimension")
 
 
 @contextmanager
@@ -140,9 +140,9 @@ def model_of(
         got = type(model).__name__
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
     if subject.online:
-        raise InputError("--online is for the model of a Hub id: this module is there already")
+        raise InputError("--online is for the model of a Hub id: this module exists already")
     if subject.arguments:
-        raise InputError("arguments are for a target, which is built with them: this module is there already")
+        raise InputError("arguments are for a target, which is built with them: this module exists already")
     with _users_code_runs(), _guarded(model), _routed(subject):
         yield Loaded(type(model).__name__, _with_trained_parts(model, subject), (), maker=None, machine=machine)
 

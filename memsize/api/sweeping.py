@@ -56,9 +56,9 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
     `OutputError` where the results cannot be kept.
     """
     if request.scheduler is not None and request.backend == "loky":
-        raise InputError("a scheduler is that of a cluster: choose the backend dask")
+        raise InputError("a scheduler belongs to a cluster: choose the backend dask")
     if (request.retry or request.fresh) and request.results is None:
-        raise InputError("retry and fresh are about the file that keeps the results: name it (results)")
+        raise InputError("retry and fresh need a file of results: name it (results)")
     if request.timeout is not None and request.backend == "dask":
         raise InputError("timeout: Dask runs cells in threads, which cannot be interrupted")
     grid = grid_of(request.grid) if isinstance(request.grid, Mapping) else read_grid(Path(request.grid))

@@ -97,7 +97,7 @@ def names_changed(inspection: Inspection) -> Iterator[Finding]:
     changes = [
         f"the prefix {match.dropped!r} dropped" if match.dropped else "",
         f"the prefix {match.added!r} added" if match.added else "",
-        f"the steps {', '.join(map(repr, match.wrappers))} left out" if match.wrappers else "",
+        f"the path components {', '.join(map(repr, match.wrappers))} left out" if match.wrappers else "",
     ]
     yield Finding(
         "names-changed",

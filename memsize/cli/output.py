@@ -152,7 +152,7 @@ def _check_stdout(format: str | None, formats: Formats) -> None:
     if sys.stdout is None:
         raise OutputError("cannot write to stdout, which is closed: name a file with -o")
     if format in BINARY and sys.stdout.isatty():
-        raise OutputError(f"a {format} is no text: name a file for it, such as -o {format}{formats[format][0]}")
+        raise OutputError(f"a {format} is not text: name a file for it, such as -o {format}{formats[format][0]}")
 
 
 def _format_by_suffix(file: Path, formats: Formats) -> str:

@@ -162,8 +162,8 @@ def _fakes(module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
 
 _UNLOWERED = (
-    "a compiled graph could not be lowered here ({}): what it keeps for backward is that of compiled code, but its "
-    "operations run one by one, unfused: the real peak may be lower"
+    "a compiled graph could not be lowered here ({}): it keeps what compiled code keeps for backward, but its "
+    "operations run unfused, so the real peak may be lower"
 )
 
 _BETWEEN = "at the peak tensors hold {} to {}: with none to all of the results in graphs that could not be lowered"
@@ -175,9 +175,7 @@ _MEASURED = (
 
 _UNFUSED_PRODUCTS = "products that max-autotune fuses with what follows them may need less"
 
-_UNTRACED = (
-    "a compiled graph could not be traced here ({}): it runs as it is written, and may need less memory, or more"
-)
+_UNTRACED = "a compiled graph could not be traced here ({}): it runs eagerly, and may need less memory, or more"
 
 
 def _reason(error: BaseException) -> str:
@@ -220,7 +218,7 @@ def _originals() -> Iterator[None]:
         yield
 
 
-NO_POOL: Final = "the memory pool of torch.compile's CUDA graphs is left out"
+NO_POOL: Final = "the memory pool of torch.compile's CUDA graphs is not counted"
 _TUNING: Final = ("max_autotune", "max_autotune_gemm")
 """Inductor's options by which it measures products."""
 _ON_GPU: Final = (*_TUNING, "max_autotune_pointwise", "coordinate_descent_tuning")

@@ -20,14 +20,14 @@ import pytest
 if TYPE_CHECKING:
     from memsize.pytest_plugin.fixture import Memory, Outcome
 
-_MARKER = "memsize_limit(**limits): what a model of this test may need at most, such as parameters='40 MiB'"
+_MARKER = "memsize_limit(**limits): limits of the models in this test, such as parameters='40 MiB'"
 _OUTCOME = pytest.StashKey["Outcome"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--memsize-update``."""
     group = parser.getgroup("memsize")
-    group.addoption("--memsize-update", action="store_true", help="Write the layer tables of memsize.table anew.")
+    group.addoption("--memsize-update", action="store_true", help="Rewrite the layer tables of memsize.table.")
 
 
 def pytest_configure(config: pytest.Config) -> None:

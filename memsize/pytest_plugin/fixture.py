@@ -114,7 +114,7 @@ class Memory:
             hint = '; train="adamw" asks for training steps' if "training_peak" in self._unchecked else ""
             hint = "; memsize.fit does" if "fits_batch" in self._unchecked else hint
             named = f"memsize_limit({', '.join(sorted(self._unchecked))})"
-            pytest.fail(f"{named}: no question of the test tells it{hint}", pytrace=False)
+            pytest.fail(f"{named}: no call of the test checks it{hint}", pytrace=False)
 
     def _check(self, report: Report, result: ScenarioResult) -> None:
         measured = Measured(report, result.name)

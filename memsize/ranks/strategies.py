@@ -124,11 +124,11 @@ def policy_of(scenario: Scenario) -> MixedPrecisionPolicy:
 
 def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, ...]:
     """Describe how `model` will be divided, for the report."""
-    shown = f"shown is rank {parallel.world.rank}"
+    shown = f"this is rank {parallel.world.rank}"
     if parallel.kind == "dp":
         return (
             f"dp: nn.DataParallel splits the batch over {parallel.size} GPUs, and copies the model to each for every "
-            f"forward; shown is GPU {parallel.world.rank}",
+            f"forward; this is GPU {parallel.world.rank}",
         )
     notes = []
     if parallel.is_pipeline:

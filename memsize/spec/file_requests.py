@@ -99,7 +99,7 @@ class RunRequest:
             rank = self.rank if isinstance(self.rank, int) else 0
             return World(self.gpus, rank, self.nodes, one_process=self.one_process)
         if self.rank != 0 or self.nodes != 1 or self.one_process:
-            raise InputError("ranks and nodes are those of a program on several GPUs: say how many, as in --gpus 8")
+            raise InputError("ranks and nodes need several GPUs: say how many, as in --gpus 8")
         return None
 
 

@@ -144,7 +144,7 @@ class ModelRequest:
         if self.specs and self.source is not None:
             raise InputError("give the inputs as input or as inputs, not as both")
         if (self.specs or self.call is not None) and self.seq_len is not None:
-            raise InputError("a sequence length is for inputs that are made: these say their own sizes")
+            raise InputError("a sequence length is for inputs that memsize makes: these have their own sizes")
         for what, size in (("batch size", self.batch_size), ("sequence length", self.seq_len)):
             if size is not None and size < 1:
                 raise InputError(f"{what} {size}: it must be at least 1")

@@ -202,7 +202,7 @@ class Part:
         if isinstance(whole, self.cls):
             others = (key for key in self.keywords_of(name) if key != lead and given_values.get(key) is not None)
             if (twice := next(others, None)) is not None:
-                raise InputError(f"{twice} is said twice: the {self.cls.__name__} holds it already")
+                raise InputError(f"{twice} is given twice: the {self.cls.__name__} already holds it")
             return whole
         if whole is not None and lead not in {choice.key for choice in options.values()} | {"model"}:
             raise InputError(f"{lead} is {quoted(str(whole))}: it should be a {self.cls.__name__}")

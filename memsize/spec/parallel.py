@@ -153,9 +153,9 @@ def spread_of(
     if parallel is None:
         return None
     if training is None:
-        raise InputError(f"{parallel} spreads a training: name its optimizer, such as adamw")
+        raise InputError(f"{parallel} distributes a training: name an optimizer, such as adamw")
     if loop or training.is_own:
-        raise InputError(f"{parallel} spreads the usual training loop: one's own does that itself")
+        raise InputError(f"{parallel} distributes the usual training loop: your own loop has to do that itself")
     if execute:
         raise InputError(f"{parallel} is one process of {parallel.size}: it cannot really compute alone")
     parallel.microbatches(training)

@@ -148,7 +148,7 @@ class Rules:
                 "be in it already"
             )
         if not self.graphs:
-            yield f"CUDA graphs come on top of what {self.name} may take"
+            yield f"CUDA graphs need memory in addition to the share of {self.name}"
         if not self.profiles:
             yield f"{self.name} measures no step: it leaves the rest of the memory for steps and CUDA graphs"
         if self.by_requests:

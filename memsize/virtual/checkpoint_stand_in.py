@@ -29,7 +29,9 @@ from memsize.torch_internals.pytree import map_tensors
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.saved_weights import Files
 
-NOTE: Final = "the checkpoint {} is not there: its tensors have the shapes of what loads them, its numbers are 0"
+NOTE: Final = (
+    "the checkpoint {} does not exist: its tensors have the shapes of the state that loads them, its numbers are 0"
+)
 _SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".pkl")
 """How the names of checkpoints end among the arguments of a program, which may look whether they are there."""
 

@@ -146,16 +146,16 @@ class HostMemory:
         """Describe the host memory for the report, if the program used any."""
         if self.peak:
             yield (
-                f"beside the GPU, at most {format_bytes(self.peak)} are in pinned memory of the host; PyTorch keeps "
-                f"{format_bytes(self.pinned_bytes)} for it, in blocks of powers of two"
+                f"in addition to the GPU, at most {format_bytes(self.peak)} are in pinned memory of the host; PyTorch "
+                f"keeps {format_bytes(self.pinned_bytes)} for it, in blocks of powers of two"
             )
         if managed := self._peaks["managed"]:
             yield (
-                f"paged optimizers keep {format_bytes(managed)} of state in managed memory: in the host's memory, and "
-                "on the GPU beside these figures while there is room"
+                f"paged optimizers keep {format_bytes(managed)} of state in managed memory: in host memory, and on the "
+                "GPU in addition to these figures while there is room"
             )
         if copied := self._peaks["copied"]:
             yield (
-                f"the host holds at most {format_bytes(copied)} of copies from the GPU and what is computed "
-                "from them, pinned or not; copies of less than 1 MiB are not counted"
+                f"the host holds at most {format_bytes(copied)} of copies from the GPU and of tensors computed from "
+                "them, pinned or not; copies of less than 1 MiB are not counted"
             )

@@ -22,10 +22,7 @@ from memsize.records.finding import join_names
 from memsize.tracing.dispatch import left_out
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
-_EAGER = (
-    "CUDA graphs are not captured: what they would replay runs once, and memory that a graph keeps for itself until it "
-    "is gone is not in these figures"
-)
+_EAGER = "CUDA graphs are not captured: their code runs once, and a graph's private memory is not counted"
 _numbers = itertools.count(1)
 
 
@@ -78,9 +75,7 @@ def _handle() -> tuple[int, int]:
 
 MODULE: Final = "triton.runtime.autotuner"
 """What imports the rest of Triton's launching, and is imported with it."""
-_NOTE: Final = (
-    "Triton kernels are not run ({}): they write to tensors that are there, and take no memory of PyTorch's allocator"
-)
+_NOTE: Final = "Triton kernels are not run ({}): they write to existing tensors and allocate no memory"
 
 
 def later(ledger: VirtualLedger) -> dict[str, LatePatches]:

@@ -30,7 +30,7 @@ def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tens
         if callable(kind):
             optimizer: torch.optim.Optimizer = kind(parameters)
             if not (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad")):
-                raise TypeError(f"what was returned, {optimizer!r}, is no optimizer")
+                raise TypeError(f"what was returned, {optimizer!r}, is not an optimizer")
             return optimizer
         spec = parse_optimizer(kind)
         make: Callable[..., torch.optim.Optimizer] = _without_compiler(getattr(torch.optim, spec.cls))

@@ -249,7 +249,7 @@ def run_stages(setup: Setup, training: Training, parallel: Parallel, card: Card)
     assert shown is not None
     ranks = [world.rank for world in parallel.worlds()]
     stages = ", ".join(f"rank {rank} {format_bytes(size)}" for rank, size in zip(ranks, peaks, strict=True))
-    note = f"each stage at its own peak: {stages}; shown is rank {ranks[index]}"
+    note = f"each stage at its own peak: {stages}; this is rank {ranks[index]}"
     return replace(shown, notes=(*shown.notes, note))
 
 

@@ -279,7 +279,7 @@ def _mostly(explanation: Explanation) -> Iterator[Finding]:
     of_role = (stack for stack in explanation.places if stack.category == most.category)
     stack = max(of_role, key=lambda stack: stack.bytes)
     if stack.line is not None:
-        template += "; {here} of them were made at {line}" + (", in {function}" if stack.function else "")
+        template += "; {here} of it was allocated at {line}" + (", in {function}" if stack.function else "")
     values: dict[str, object] = {"noun": noun(most.category), "bytes": Bytes(most.bytes)}
     values |= {"share": most.bytes / explanation.requested, "blocks": most.blocks, "here": Bytes(stack.bytes)}
     values |= {"line": stack.line, "function": stack.function}

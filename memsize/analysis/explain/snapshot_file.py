@@ -196,7 +196,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def _number(value: Any) -> int:
     if type(value) is not int or not -_LARGEST < value < _LARGEST:
-        raise ValueError("a size or an address that is none")
+        raise ValueError("an invalid size or address")
     return value
 
 

@@ -61,7 +61,11 @@ def _lost(audit: Audit) -> Iterator[Finding]:
     for op, losses in groups.items():
         layers = tuple(dict.fromkeys(loss.layer for loss in losses))
         lines = tuple(dict.fromkeys(loss.place for loss in losses if loss.place))
-        what = "a copy to row-major (contiguous, reshape or flatten)" if op in _COPYING else f"{op}, which is row-major"
+        what = (
+            "a copy to row-major (contiguous, reshape or flatten)"
+            if op in _COPYING
+            else f"{op} returns row-major tensors"
+        )
         where = " at {lines}" if lines else ""
         text = f"Channels last is lost in {{layers}}{where}: {{what}}."
         values = {"layers": layers, "lines": lines, "what": what}

@@ -77,7 +77,7 @@ def offload_layers(setup: Setup) -> Setup:
 
 def _pipeline(setup: Setup) -> Pipeline:
     if not isinstance(setup.model, Pipeline):
-        raise NotApplicable("the model is no pipeline of diffusers")
+        raise NotApplicable("the model is not a pipeline of diffusers")
     if setup.precision.sizes:
         raise NotApplicable("the weights are quantized")
     return setup.model

@@ -153,7 +153,7 @@ def assumptions(
         "the largest step runs transformers' own forward, with one kernel for a norm and for a layer's experts: other "
         "fused kernels of the server may need less between its layers"
     )
-    yield "adapters and the models of speculative decoding come on top of what the server may take"
+    yield "adapters and the models of speculative decoding need memory in addition"
     if any(group.kind == STATE for group in groups):
         yield (
             "layers with a state run transformers' plain PyTorch code, which temporarily needs far more than a "
