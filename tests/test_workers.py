@@ -95,6 +95,15 @@ def test_without_the_command_line_nothing_is_forked() -> None:
         assert pool.answers([("double", 1), ("double", 2)]) == [(2, True), (4, True)]
 
 
+@pytest.mark.parametrize(("head_start", "here"), [(60, 4), (1e-9, 1)])
+def test_a_head_start_is_used_up_before_anything_is_forked(
+    monkeypatch: pytest.MonkeyPatch, head_start: float, here: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    with side_by_side(None), Workers(Subject(), lambda _: None, head_start=head_start) as pool:
+        assert pool.answers([("double", n) for n in range(4)]) == [(2 * n, n < here) for n in range(4)]
+
+
 def test_where_a_platform_does_not_fork_everything_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
     assert asked("double", 3) == [(0, True), (2, True), (4, True)]

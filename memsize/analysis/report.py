@@ -39,6 +39,7 @@ from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.training import Training
 from memsize.torch_internals.isolation import undisturbed
+from memsize.torch_internals.pytree import paths_of
 from memsize.tracing.ddp import bucket_bytes
 from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.module_calls import ModuleCallRecorder
@@ -48,6 +49,10 @@ from memsize.workloads.pipeline_phases import phases_of
 
 _AMP = ("amp-fp16", "amp-bf16")
 _OWN, _FP32 = SCENARIOS["as-given"], SCENARIOS["fp32"]
+_MANY_MODULES = 50
+"""From here on a run is likely to take so long that other processes should help with the rest at once."""
+_HEAD_START = 0.2
+"""Seconds of CPU time that forking two processes takes."""
 
 
 @dataclass
@@ -125,10 +130,11 @@ class ReportBuilder:
             missing = [entry.name for entry in scenarios if entry is not _OWN and entry.name not in parts.results]
             return self._report(scenarios, notes, parts, crossover=None, missing=tuple(missing) or ("findings",))
 
+        head_start = _HEAD_START if len(paths_of(self.runner.model)) < _MANY_MODULES else 0
         with (
             found_kept(so_far),
             collector_paused(),
-            Workers(self, numbered(self.progress, names), parts.add) as workers,
+            Workers(self, numbered(self.progress, names), parts.add, head_start=head_start) as workers,
         ):
             self.progress, self.add_part = workers.announce, workers.deliver
             others = [("shown", scenario) for scenario in scenarios if scenario not in (_OWN, _FP32)]

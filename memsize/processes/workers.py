@@ -20,6 +20,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ from memsize.processes.patches import assign
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-_jobs: ContextVar[int] = ContextVar("jobs", default=1)
+_jobs: ContextVar[int | None] = ContextVar("jobs", default=1)
 _PATIENCE = 0.1
 """Seconds after which a Ctrl-C that came while all workers were busy is noticed."""
 
@@ -44,7 +45,7 @@ Request = tuple[Any, ...]
 @contextlib.contextmanager
 def side_by_side(jobs: int | None) -> Iterator[None]:
     """While open, `Workers` fork up to `jobs` processes; None: one for each core that this process may use."""
-    outer = _jobs.set(cores() if jobs is None else jobs)
+    outer = _jobs.set(jobs)
     try:
         yield
     finally:
@@ -59,12 +60,22 @@ def cores() -> int:
 class Workers:
     """A pool of forked worker processes, each with its own copy of `subject`; empty if no forking was requested.
 
-    They are forked when there is work for more than one, and gone when this is closed. A worker in which PyTorch would
-    refuse to work ends at once: where there is a GPU, that is one whose parent has used it or has run a backward.
+    They are forked when there is work for more than one, and gone when this is closed. Forking takes as long as several
+    runs of a small model: unless the user chose a number of processes, this one works alone for `head_start` seconds. A
+    worker in which PyTorch would refuse to work ends at once: where there is a GPU, that is one whose parent has used
+    it or has run a backward.
     """
 
-    def __init__(self, subject: Any, announce: Announce, deliver: Callable[[Any], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        subject: Any,
+        announce: Announce,
+        deliver: Callable[[Any], None] = lambda _: None,
+        *,
+        head_start: float = 0,
+    ) -> None:
         self._subject = subject
+        self._head_start = head_start
         self._announce = announce
         self._deliver = deliver
         self._workers: dict[Connection, int] = {}
@@ -98,11 +109,18 @@ class Workers:
 
     def answers(self, requests: Sequence[Request]) -> list[Any]:
         """Return the subject's answer to each request, in order; raise the error of a request that fails."""
-        count = min(_jobs.get(), len(requests))
+        answers: list[Any] = []
+        jobs = _jobs.get()
+        while len(answers) < len(requests) and self._head_start > 0 and jobs is None:
+            begin = time.perf_counter()
+            answers.append(self._answer(requests[len(answers)]))
+            self._head_start -= time.perf_counter() - begin
+        rest = requests[len(answers) :]
+        count = min(cores() if jobs is None else jobs, len(rest))
         if count < 2 or not can_fork():
-            return list(map(self._answer, requests))
+            return [*answers, *map(self._answer, rest)]
         self._hire(count)
-        return self._shared_out(requests)
+        return [*answers, *self._shared_out(rest)]
 
     def apart(self, request: Request) -> Any:
         """Return the subject's answer to one request, from a process that is used for nothing else."""
