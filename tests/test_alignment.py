@@ -269,4 +269,6 @@ def test_what_lies_between_matches_is_stretched_with_its_highest_level() -> None
     assert levels_beside(other, real) == (4096, 4096, 0, 0, 8192)
     # Nothing is said of runs without allocations in common, nor where the other is longer.
     assert levels_beside([4096, -4096], [8192, -8192]) == ()
+    # Unless it is known what made them, as of one model in two precisions.
+    assert levels_beside([4096, -4096], [8192, -8192], ("ab", "ab")) == (8192, 0)
     assert levels_beside([4096, 512], [4096, 512, 4096]) == (4096, 4608)

@@ -105,21 +105,6 @@ def test_a_timeline_shows_itself_in_a_line() -> None:
     )  # 4 + 2 + 1 + 3 + 2 + 4, the seed of 4 B aside
 
 
-def test_another_run_is_stretched_phase_by_phase() -> None:
-    """Three events, of which the second has the most, over two: the first stands for one, the other for two of them."""
-    run = timeline(two_steps())
-    assert run.overlaid(run) == run.total
-    short = Script()
-    short.during("forward 1")
-    for size, name in ((1, "a"), (5, "b")):
-        short.new(name, size * MiB, "activation")
-    short.free("b", "")
-    levels = run.overlaid(timeline(short.trace()))
-    (phase,) = [phase for phase in run.phases if str(phase) == "forward 1"]
-    assert phase.stop - phase.start == 2 and levels[phase.start : phase.stop] == (1 * MiB, 6 * MiB)
-    assert sum(levels) == 7 * MiB
-
-
 def two_steps() -> Trace:
     """Two alike steps of a small net, and what comes before them.
 

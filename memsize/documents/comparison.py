@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from memsize.analysis.timeline import timeline
+from memsize.analysis.verify.alignment import levels_beside
 from memsize.documents import Document, findings_data
 from memsize.documents.sections import (
     Bars,
@@ -94,9 +95,10 @@ class ComparisonDocument(Document[Comparison]):
 
         def sections() -> tuple[Chart, Table]:
             runs = timeline(before), timeline(after)
-            overlay = Overlay("before", runs[1].overlaid(runs[0]))
-            title = f"Live bytes after the change{', with those before as a line' if any(overlay.levels) else ''}"
-            return Chart(runs[1], title, other=overlay if any(overlay.levels) else None), model_table(before, after)
+            old, new = ([*zip(map(run.path, range(len(run))), run.op, strict=True)] for run in runs)
+            overlay = Overlay("before", levels_beside(runs[1].delta, runs[0].delta, (new, old)))
+            title = f"Live bytes after the change{', with those before as a line' if overlay.levels else ''}"
+            return Chart(runs[1], title, other=overlay if overlay.levels else None), model_table(before, after)
 
         return (ScenarioView("runs", "the runs of both", sections),)
 

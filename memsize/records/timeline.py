@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -166,7 +165,7 @@ class Timeline(Renderable):
     def moment(self, event: int) -> PeakMoment:
         """Return the moment after `event`: its live bytes by role, its layer and its op."""
         roles = {role: column[event] for role, column in self.live.items() if column[event]}
-        return PeakMoment(event, self.total[event], self._path(event), self.op[event], roles)
+        return PeakMoment(event, self.total[event], self.path(event), self.op[event], roles)
 
     def phase_at(self, event: int) -> Phase:
         """The phase that `event` happens in."""
@@ -181,22 +180,6 @@ class Timeline(Renderable):
         events = len(self)
         bounds = [position * events // count for position in range(count + 1)] if events > count else range(events + 1)
         return [max(range(start, stop), key=self.total.__getitem__) for start, stop in pairwise(bounds)]
-
-    def overlaid(self, other: Timeline) -> tuple[int, ...]:
-        """Return the live bytes of `other` at each event of this run, stretched phase by phase to the length of these:
-        of the events that share one here, the most. 0 in phases that `other` lacks.
-        """
-        levels = [0] * len(self)
-        theirs = _occurrences(other.phases)
-        for key, phase in _occurrences(self.phases).items():
-            if (match := theirs.get(key)) is None:
-                continue
-            events, length = phase.stop - phase.start, match.stop - match.start
-            for event in range(events):
-                start = match.start + event * length // events
-                stop = max(match.start + (event + 1) * length // events, start + 1)
-                levels[phase.start + event] = max(other.total[start:stop])
-        return tuple(levels)
 
     def stretches(self, most: int) -> tuple[Stretch, ...]:
         """Split the run into stretches of one layer each, at the greatest depth that gives at most `most` of them.
@@ -229,7 +212,7 @@ class Timeline(Renderable):
             "event": tuple(range(len(self))),
             "phase": tuple(phase.name for phase, count in spans for _ in range(count)),
             "step": tuple(phase.step or None for phase, count in spans for _ in range(count)),
-            "layer": tuple(self._path(event) for event in range(len(self))),
+            "layer": tuple(self.path(event) for event in range(len(self))),
             "op": self.op,
             **sizes,
         }
@@ -248,20 +231,10 @@ class Timeline(Renderable):
                 timeline.append(Stretch(path, event, event + 1))
         return tuple(timeline)
 
-    def _path(self, event: int) -> str | None:
+    def path(self, event: int) -> str | None:
+        """The layer of `event`; None outside the model."""
         index = self.layer[event]
         return self.layers[index] if index >= 0 else None
-
-
-def _occurrences(phases: Iterable[Phase]) -> dict[tuple[str, int, int], Phase]:
-    """Phases by name, step, and how often the step had one of that name before."""
-    counts: Counter[tuple[str, int]] = Counter()
-    numbered: dict[tuple[str, int, int], Phase] = {}
-    for phase in phases:
-        key = phase.name, phase.step
-        numbered[*key, counts[key]] = phase
-        counts[key] += 1
-    return numbered
 
 
 class PhaseSummary(NamedTuple):

@@ -91,15 +91,18 @@ def _differences(
             yield (rank, -1), AllocationDifference(kind, expected.place, expected.bytes, observed.bytes, at_peak)
 
 
-def levels_beside(real: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+def levels_beside(
+    real: Sequence[int], other: Sequence[int], keys: tuple[Sequence[Hashable], Sequence[Hashable]] | None = None
+) -> tuple[int, ...]:
     """The live bytes of another run at each event of a real one; of the events that share one here, the most.
 
-    Both are the changes of live bytes, event by event. Their allocations are matched in order by size; between two
-    matches the other run is stretched, and behind the last its events follow one by one. No levels where less than half
-    of the shorter run's allocations match.
+    Both are the changes of live bytes, event by event. Their allocations are matched in order by the `keys` of their
+    events, or else by size. Between two matches the other run is stretched, and behind the last its events follow one
+    by one. No levels where less than half of the shorter run's allocations match.
     """
+    mine, yours = keys or [[-(-change // _BLOCK) for change in run] for run in (real, other)]
     born, theirs = ([n for n, change in enumerate(run) if change > 0] for run in (real, other))
-    pairs = matched([-(-real[n] // _BLOCK) for n in born], [-(-other[n] // _BLOCK) for n in theirs])
+    pairs = matched([mine[n] for n in born], [yours[n] for n in theirs])
     if not pairs or 2 * len(pairs) < min(len(born), len(theirs)):
         return ()
     fixed = [(0, 0), *((born[a], theirs[b]) for a, b in pairs)]
