@@ -667,7 +667,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize(("cap", "graphs"), [(2, 5), (25, 2)])
+@pytest.mark.parametrize(("cap", "graphs"), [(2, 5), pytest.param(25, 2, marks=pytest.mark.thorough)])
 def test_ddp_parts_graphs_at_its_buckets(cap: int, graphs: int) -> None:
     """Dynamo's DDPOptimizer, from the last of 8 layers: one, and then as many as fill `cap` MiB."""
     with compiled_graphs() as compiled:

@@ -55,7 +55,7 @@ def widest(trace: Trace) -> int:
     [
         ("ep=8", 8, 8),
         ("fsdp=16,ep=8", 8, 16),  # two GPUs have the same expert, which FSDP does not cut: one holds it
-        ("hsdp=2x8,ep=4", 8, 8),
+        pytest.param("hsdp=2x8,ep=4", 8, 8, marks=pytest.mark.thorough),
         pytest.param("fsdp=4,tp=2,ep=8", 8, 8, marks=pytest.mark.thorough),
     ],
 )

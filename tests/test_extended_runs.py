@@ -114,7 +114,7 @@ def encoder_decoder(kind: str, **settings: Any) -> nn.Module:
         ("llama", Forward(), "fp16"),
         ("llama", STEPS, "amp-fp16"),
         ("gpt2", STEPS, "as-given"),
-        ("mistral", STEPS, "as-given"),
+        pytest.param("mistral", STEPS, "as-given", marks=ALL),
         pytest.param("llama", Inference(), "int8-weight", marks=ALL),
         pytest.param("llama", STEPS, "nf4", marks=ALL),
         pytest.param("llama", STEPS, "apex-O2", marks=ALL),

@@ -133,7 +133,7 @@ def test_growing_lengths_reserve_more_than_expandable_segments() -> None:
 
 
 def test_the_timeline_has_a_row_for_each_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 500}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 500}
     config = tmp_path / "config.json"
     text = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, "num_attention_heads": 4}
     config.write_text(json.dumps(text), "utf-8")

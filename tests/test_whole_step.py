@@ -65,7 +65,9 @@ def test_the_batch_that_is_named_is_that_of_fit(script: Path) -> None:
     assert run.whole.batch.size == fit.fit_rows[0].size
 
 
-@pytest.mark.parametrize("declared", ["'-b', '--batch-size'", "'--train_batch_size'"])
+@pytest.mark.parametrize(
+    "declared", ["'-b', '--batch-size'", pytest.param("'--train_batch_size'", marks=pytest.mark.thorough)]
+)
 def test_a_batch_that_is_left_at_its_default_is_named(script: Path, declared: str) -> None:
     parser = f"""\
 import argparse
