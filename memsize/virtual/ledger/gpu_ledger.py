@@ -96,7 +96,7 @@ class VirtualLedger(GpuStorages):
         if is_tracing() is not None:
             return self._traced(func, types, args, kwargs)
         if not kwargs and func.namespace == "aten" and args and all(map(_is_plain_on_cpu, args)):
-            return func(*args)  # nearly all that a program does beside the GPU
+            return func(*_with_numbers_as_tensors(func, args))  # nearly all that a program does beside the GPU
         kwargs = kwargs or {}
         try:
             if func.namespace in NAMESPACES and self.alone:
@@ -322,12 +322,15 @@ class VirtualLedger(GpuStorages):
 
 
 def _is_plain_on_cpu(value: Any) -> bool:
-    return type(value) in PLAIN_TYPES and not is_meta(value)
+    kind = type(value)
+    if kind in PLAIN_TYPES:
+        return not is_meta(value)
+    return kind in _NUMBERS or value is None or (kind is list and bool(value) and type(value[0]) is int)
 
 
 def _with_numbers_as_tensors(func: Any, args: Any) -> Any:
     """The arguments of an op, with tensors where it wants them: in a graph, tensors stand for numbers."""
-    if not any(type(value) in _NUMBERS for value in args):
+    if _NUMBERS.keys().isdisjoint(map(type, args)):
         return args
     wanted = _wants_tensors(func)
     return tuple(
