@@ -344,6 +344,22 @@ def test_a_generation_compiles_each_call_of_the_model() -> None:
     assert rows.loc["fp32", "prefill_peak"] - rows.loc["fp32+compile", "prefill_peak"] >= one - more
 
 
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_long_generation_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memsize.compile import region
+
+    traces: list[str] = []
+
+    def counting(*args: Any, original: Any = region.compiled_model, **options: Any) -> Any:
+        traces.append("compiled")
+        return original(*args, **options)
+
+    monkeypatch.setattr("memsize.compile.region.compiled_model", counting)
+    memsize.generate(Words(), "512:int64", step=generating, scenarios="fp32+compile", prompt=64, max_new_tokens=20)
+    assert len(traces) == 1  # not anew for each length at which a step is traced
+
+
 @pytest.mark.parametrize("options", [{"execute": True}, {"parallel": "fsdp=2"}])
 def test_what_is_not_predicted_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(memsize.MemsizeError, match=r"compiled code is (not )?predicted"):
