@@ -578,13 +578,23 @@ class Conditional(nn.Module):
 
 
 def test_a_conditional_keeps_operands_and_computes_its_branch_again() -> None:
-    batch = 8 * 64 * 4  # bytes of the input, which is all that is kept
     trace = memsize.trace(Conditional(by_data=False), input_size=(64,), batch_size=8, optimizer="sgd").trace
-    assert totals(trace).saved_bytes == batch
+    assert totals(trace).saved_bytes == 8 * 64 * 4  # the input; the condition is on the CPU
     products = [storage for storage in trace.storages if storage.op == "mm" and storage.shape == (8, 32)]
     assert len(products) == 2 * 3  # of the second branch, in forward and backward of three steps
-    trace = memsize.trace(Conditional(by_data=True), input_size=(64,), batch_size=8, optimizer="sgd").trace
-    assert totals(trace).saved_bytes == batch and not any(storage.shape == (8, 32) for storage in trace.storages)
+    check_first_branch("fp32")
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_compiled_conditional_takes_its_first_branch() -> None:
+    check_first_branch("fp32+compile")
+
+
+def check_first_branch(scenario: str) -> None:
+    options: dict[str, Any] = {"input_size": (64,), "batch_size": 8, "optimizer": "sgd", "scenario": scenario}
+    trace = memsize.trace(Conditional(by_data=True), **options).trace
+    assert totals(trace).saved_bytes == 8 * 64 * 4 + 1 and not any(one.shape == (8, 32) for one in trace.storages)
     assert "torch.cond is assumed to take its first branch where that depends on data" in trace.notes
 
 

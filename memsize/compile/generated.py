@@ -18,6 +18,7 @@ from torch.fx import Node
 from memsize.processes.simulation import current
 from memsize.processes.user_code import is_outside
 from memsize.torch_internals.meta import suspended
+from memsize.tracing.control_flow import FIRST_BRANCH, depends_on_data
 from memsize.tracing.ledger import Ledger
 
 Call = Callable[[list[Any]], Any]
@@ -36,7 +37,7 @@ def loaded(source: str, origins: Origins, constants: dict[str, Any], forward: bo
     region = _Region(listed, forward if any(origin.path for origin in listed) else None)
     for device in _ALLOCATIONS.split():
         namespace[f"empty_strided_{device}"] = region.allocate
-    namespace.update(here=region.here, extern_kernels=_ExternKernels(), **constants)
+    namespace.update(here=region.here, takes_first=_takes_first, extern_kernels=_ExternKernels(), **constants)
     return partial(region.run, namespace["call"]), namespace.get("runner")
 
 
@@ -70,6 +71,15 @@ class _Region:
         if ledger is not None:
             ledger.allocated(tensor, self._op)
         return tensor
+
+
+def _takes_first(predicate: Any) -> Any:
+    """Whether `torch.cond` takes its first branch: also where that depends on data."""
+    if not depends_on_data(predicate):
+        return predicate
+    if ledger := running_ledger():
+        ledger.evaluator.notes[FIRST_BRANCH] = None
+    return True
 
 
 class _ExternKernels:

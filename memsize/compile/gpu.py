@@ -12,6 +12,7 @@ python_variable_indexing.cpp (`THPVariable_getitem`), tools/autograd/templates/p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -114,6 +115,10 @@ def _writing(generate: Callable[..., Any]) -> Any:
     return generate_here
 
 
+_PREDICATE: Final = re.compile(r"if (.+)\.item\(\):")
+"""The line that a `torch.cond` begins with."""
+
+
 class PlannedWrapper(PythonWrapperCodegen):
     """Inductor's wrapper, which also says of each allocation where it comes from, and asks nothing of a driver."""
 
@@ -131,7 +136,11 @@ class PlannedWrapper(PythonWrapperCodegen):
     def writeline(self, line: Any) -> None:
         """How often a `while_loop` runs depends on data: here twice, after which it takes no more."""
         wrapper: Any = super()
-        wrapper.writeline("for _ in range(2):" if line in ("while should_loop:", "while True:") else line)
+        if line in ("while should_loop:", "while True:"):
+            line = "for _ in range(2):"
+        elif isinstance(line, str) and (predicate := _PREDICATE.fullmatch(line)):
+            line = f"if takes_first({predicate[1]}):"
+        wrapper.writeline(line)
 
     def make_buffer_allocation(self, buffer: Any) -> str:
         return f"{_here(buffer)}; {super().make_buffer_allocation(buffer)}"

@@ -1,6 +1,7 @@
 """`torch.cond` and ``while_loop`` outside of compiled code, whose operators have no kernels for tensors without memory.
 
-Their backward computes a branch, or the body of a loop, anew from its operands, which are all that a forward keeps.
+Their backward computes a branch, or the body of a loop, anew from its operands, which are all that a forward keeps, but
+for the condition of a branch.
 
 Source: torch/_higher_order_ops/cond.py (`CondAutogradOp`), torch/_higher_order_ops/while_loop.py (`while_loop_dense`,
 `WhileLoopAutogradOp`).
@@ -37,17 +38,18 @@ def dispatched(
 
 
 def _cond(note: Note, _: Any, pred: Any, true_fn: Branch, false_fn: Branch, operands: Any = ()) -> Any:
-    if _depends_on_data(pred):
+    is_assumed = depends_on_data(pred)
+    if is_assumed:
         note(FIRST_BRANCH)
-        pred = True
-    return _recomputed(true_fn if pred else false_fn, *operands)
+    branch = true_fn if is_assumed or pred else false_fn
+    return _recomputed(lambda _, *operands: branch(*operands), pred, *operands)
 
 
 def _while_loop(note: Note, operator: Any, cond: Branch, body: Branch, *args: Any, **kwargs: Any) -> Any:
     iterations = count()
 
     def goes_on(*values: Any) -> Any:
-        if _depends_on_data(answer := cond(*values)):
+        if depends_on_data(answer := cond(*values)):
             note(TWO_ITERATIONS)
             return next(iterations) < 2
         return answer
@@ -56,7 +58,8 @@ def _while_loop(note: Note, operator: Any, cond: Branch, body: Branch, *args: An
     return loop(goes_on, partial(_recomputed, body), *args, **kwargs)
 
 
-def _depends_on_data(value: Any) -> bool:
+def depends_on_data(value: Any) -> bool:
+    """Whether a condition is a tensor whose value is unknown."""
     return isinstance(value, Tensor) and constant_of(value) is None
 
 
