@@ -347,17 +347,10 @@ def test_a_generation_compiles_each_call_of_the_model() -> None:
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_long_generation_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memsize.compile import region
-
-    traces: list[str] = []
-
-    def counting(*args: Any, original: Any = region.compiled_model, **options: Any) -> Any:
-        traces.append("compiled")
-        return original(*args, **options)
-
-    monkeypatch.setattr("memsize.compile.region.compiled_model", counting)
+    resets: list[None] = []
+    monkeypatch.setattr("memsize.compile.region.dynamo.reset", lambda reset=torch._dynamo.reset: resets.append(reset()))
     memsize.generate(Words(), "512:int64", step=generating, scenarios="fp32+compile", prompt=64, max_new_tokens=20)
-    assert len(traces) == 1  # not anew for each length at which a step is traced
+    assert len(resets) == 1  # not anew for each length at which a step is traced
 
 
 @pytest.mark.parametrize("options", [{"execute": True}, {"parallel": "fsdp=2"}])
