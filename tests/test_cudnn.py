@@ -599,7 +599,7 @@ def test_the_peaks_of_plans_in_doubt_are_intervals(monkeypatch: pytest.MonkeyPat
         storage.doubt for storage in trace.storages if storage.op.startswith("convolution") and storage.bytes == 700
     ]
     assert doubts[:5] == [0, 1, 1, 2, 0] and not is_estimated(trace) and trace.cudnn == "9.1.0"
-    assert any("for 1×1 kernels and strides it may take none, or twice as much" in note for note in trace.notes)
+    assert any("with 1×1 kernels and strides it may take none, or twice as much" in note for note in trace.notes)
     expected = [(1, 0), (0, 1), (2, 1), (0, 2), (2, 2)]
     assert list(map(list, variants(trace))) == [list(requests(trace, *change)) for change in expected]
     taken = [sum(size == change * 700 for _, size in requests(trace, change, 2)) for change in (1, 2)]

@@ -1016,7 +1016,7 @@ def test_a_report_trains_on_several_gpus() -> None:
     assert refused.training is None and "amp-fp16" in str(refused.untrained)
     assert any("fsdp: fully_shard on 4 x Block" in note for note in report.notes)
     assert all(finding.moment is None for finding in report.findings if finding.code == "training-peak")
-    with pytest.raises(InputError, match="name its optimizer"):
+    with pytest.raises(InputError, match="name an optimizer"):
         memsize.report(Model(), input_data=IDS, parallel="fsdp=8")
 
 

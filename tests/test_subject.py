@@ -98,7 +98,7 @@ def test_an_input_that_is_given_twice(given: dict[str, Any]) -> None:
     [
         ({"batch_size": 0}, "batch size 0: it must be at least 1"),
         ({"mode": "test"}, "no mode 'test'"),
-        ({"input_size": (8,), "seq_len": 4}, "a sequence length is for inputs that are made"),
+        ({"input_size": (8,), "seq_len": 4}, "a sequence length is for inputs that memsize makes"),
         ({"input_size": (8, 0)}, "a size of 0"),
     ],
 )

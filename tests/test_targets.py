@@ -666,7 +666,7 @@ def test_a_detector_finds_and_learns_in_any_precision(real_torchvision: Any, sce
     # 100 objects, each with its mask over the whole image: one after the other, then all in one.
     masks = 100 * 800 * 1066 * (2 if scenario == "fp16" else 4)
     assert max(s.bytes for s in found.trace.storages) == masks
-    assert any("cover all of it" in assumption for assumption in found.assumptions)
+    assert any("cover the whole image" in assumption for assumption in found.assumptions)
     trained = memsize.trace("torchvision:maskrcnn_resnet50_fpn", optimizer="sgd", steps=1, scenario=scenario)
     gradients = sum(s.bytes for s in trained.trace.storages if s.role == "gradient")
     assert gradients == sum(layer.trainable for layer in trained.trace.layers) * (2 if scenario == "fp16" else 4)
