@@ -769,10 +769,10 @@ print(module.__file__)
     assert Path(warm_python("-c", code).stdout.strip()).resolve() == expected
 
 
-def test_workers_of_ray_are_noted(tmp_path: Path) -> None:
-    (tmp_path / "ray.py").write_text("def init():\n    return 1\n")
+def test_a_script_ends_where_it_would_start_workers_of_ray(tmp_path: Path) -> None:
+    """They would wait forever: for files of their own, and for a GPU."""
+    (tmp_path / "ray.py").write_text("def init():\n    while True: pass\n")
     script = tmp_path / "script.py"
-    script.write_text("import ray, torch\nassert ray.init() == 1\ntorch.empty(8, device='cuda')\n")
-    run = memsize.run(script, gpu="a100")
-    assert run.failure is None
-    assert any(note.startswith("Ray's workers are processes of their own") for note in run.trace.notes)
+    script.write_text("import ray, torch\ntorch.empty(8, device='cuda')\nray.init()\n")
+    with pytest.raises(memsize.ForwardError, match="what a worker does, such as verl's actor, in a script without Ray"):
+        memsize.run(script, gpu="a100")

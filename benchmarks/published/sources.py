@@ -318,6 +318,38 @@ _SERVERS: Final = tuple(
         ),
         ("qwen3-8b", "Qwen3-8B", "https://github.com/dariustanrd/tokenkaki", "A100 40GB", "vllm=0.9.2", ""),
         ("llama-3.1-a100", "Llama-3.1-8B", "https://github.com/ilseokoh/vllm-gce", "A100 40GB", "vllm=0.15.1", ""),
+        (
+            "llama-3.1-a100-fp16",
+            "Llama-3.1-8B",
+            "https://github.com, notes of 2025-08-27 on vLLM 0.10.1.1 in a notebook of Google's cloud",
+            "A100 40GB",
+            "vllm=0.10.1",
+            "the card is not named: its memory, and the 2,048 tokens of a step",
+        ),
+        (
+            "llama-3.1-6000-ada",
+            "Llama-3.1-8B",
+            "https://github.com, a terminal's text of 2026-02-19 on training Llama-3.1-8B by DPO",
+            "RTX 6000 Ada",
+            "vllm=0.15.1",
+            "",
+        ),
+        (
+            "qwen2.5-7b-first",
+            "Qwen2.5-7B, a first start",
+            "https://github.com, a script of 2026-09-03 that aborts a request of vLLM 0.22.0, with its log",
+            "L40S",
+            "vllm=0.22.0",
+            "the card is not named: 0.37 GiB of CUDA graphs are 0.83 % of it",
+        ),
+        (
+            "qwq-32b-sglang",
+            "QwQ-32B, four GPUs",
+            "https://github.com/didier-durand/llms-in-clouds, docs/sglang.md of March 2025",
+            "L4",
+            "sglang=0.4.3",
+            "",
+        ),
         *(
             (
                 f"qwen3-8b-{name}",

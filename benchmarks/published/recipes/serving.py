@@ -40,6 +40,10 @@ _QWEN_7B: Final = _QWEN | {
     "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
+_QWEN_32B: Final = _QWEN_7B | {
+    "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}  # fmt: skip
 _QWEN_3: Final = _QWEN_1B | {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128,
     "num_hidden_layers": 36, "num_attention_heads": 32, "dtype": "bfloat16",
@@ -78,6 +82,7 @@ def _compressed(name: str, weights: dict[str, Any]) -> dict[str, Any]:
 
 _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
     "llama-3.1-8b": _LLAMA | {"max_position_embeddings": 131072},
+    "llama-3.1-8b-fp16": _LLAMA | {"max_position_embeddings": 131072, "dtype": "float16"},
     "llama-3-8b": _LLAMA | {"max_position_embeddings": 8192},
     "opt-125m": {"architectures": ["OPTForCausalLM"], "model_type": "opt", "dtype": "float16"},
     "llama-2-7b-gptq": _LLAMA_2 | {"quantization_config": _GPTQ | {"desc_act": True}},
@@ -123,9 +128,8 @@ _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
         "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 102400, "max_position_embeddings": 163840,
         "topk_method": "greedy", "n_group": 1, "topk_group": 1, "tie_word_embeddings": False, "dtype": "float16",
     },
-    "qwen2.5-32b": _QWEN
-    | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
-    | {"num_key_value_heads": 8, "vocab_size": 152064, "dtype": "bfloat16", "tie_word_embeddings": False},
+    "qwen2.5-32b": _QWEN_32B,
+    "qwq-32b": _QWEN_32B | {"max_position_embeddings": 131072},
     "qwen2.5-72b-gptq": _QWEN
     | {"hidden_size": 8192, "intermediate_size": 29696, "num_hidden_layers": 80, "num_attention_heads": 64}
     | {"num_key_value_heads": 8, "vocab_size": 152064, "dtype": "float16", "tie_word_embeddings": False}

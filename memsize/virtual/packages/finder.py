@@ -64,8 +64,8 @@ _FLASH: Final = "transformers.modeling_flash_attention_utils"
 _TRL: Final = "trl.generation.vllm_generation"
 """The module of TRL that generates by vLLM for a trainer that asks for it."""
 _RAY: Final = (
-    "Ray's workers are processes of their own, which these figures leave out: "
-    "run the code of a worker, such as verl's actor, in a script"
+    "Ray's workers are processes of their own, which memsize does not simulate: run what a worker does, such as verl's "
+    "actor, in a script without Ray; `memsize fit --beside serve:0.4` leaves room for its server"
 )
 
 _HUB_OF_TRANSFORMERS: Final = "transformers.integrations.hub_kernels"
@@ -117,11 +117,11 @@ class SimulatedPackages(MetaPathFinder):
                 yield module, "LLM", self._noted_server
 
         def workers(module: Any) -> Iterator[tuple[Any, str, Any]]:
-            def noted(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            def refused(*_: Any, **_options: Any) -> None:
                 self._note(_RAY)
-                return original(*args, **options)
+                raise RuntimeError(_RAY)  # its processes would wait for files and GPUs that are not there
 
-            yield wrapping(module, "init", noted)
+            yield module, "init", refused
 
         def of_hub(module: Any) -> Iterator[tuple[Any, str, Any]]:
             yield wrapping(module, "get_kernel", self._hub_kernel)
