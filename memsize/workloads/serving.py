@@ -30,7 +30,7 @@ from memsize.known_values.values import set_filled
 from memsize.model.input_tensors import ModelInputs
 from memsize.records.trace import Trace
 from memsize.spec.model_request import Call
-from memsize.spec.server_rules import Products, Sampler
+from memsize.spec.server_rules import Rules, Sampler
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Run, Setup
 from memsize.workloads import Inference, Proof, Workload
@@ -48,26 +48,24 @@ _TOKEN = 3
 
 @dataclass(frozen=True, slots=True)
 class ProfileRun(Workload):
-    """One step without a cache: the last tokens of `seqs` texts (of 0: no head) are sampled by `sampler`; `tp` cards
-    share the vocabulary. `products` is how packed weights are multiplied by; `holds_gate` says that a gated MLP has the
-    result of its first product to its end. Images that are among the inputs are read too where it runs `with_images`.
-    The sum of what the cards computed of a layer is a tensor of its own where it `sums_beside`. Both products of
-    experts use one buffer where it `shares_buffers`.
+    """One step without a cache, by the `rules` of a release: the last tokens of `seqs` texts (of 0: no head) are
+    sampled; `tp` cards share the vocabulary, of so many multiprocessors. Images that are among the inputs are read too
+    where it runs `with_images`.
     """
 
+    rules: Rules
     seqs: int
-    tp: int = 1
-    sampler: Sampler = "sorts in float32"
-    products: Products = "reads"
-    holds_gate: bool = False
+    tp: int
+    processors: int
     with_images: bool = False
-    sums_beside: bool = False
-    shares_buffers: bool = True
-    processors: int = 0
 
     @property
     def proof(self) -> Proof:
         return Inference().proof
+
+    def summed(self, states: torch.Tensor) -> torch.Tensor:
+        """What all cards computed of a layer."""
+        return torch.empty_like(states) if self.tp > 1 and self.rules.sums_beside else states
 
     def run(self, setup: Setup) -> Trace:
         body, head = text_model(setup.model, setup.name)
@@ -78,7 +76,7 @@ class ProfileRun(Workload):
         quantized = {
             name.removesuffix(".weight").removeprefix(f"{root}."): size for name, size in setup.precision.sizes.items()
         }
-        _fuse(body, self, quantized)
+        _fuse(body, self, quantized, str(text_config(setup.model).model_type))
         _keep_states(body)
         with run.recording(), torch.no_grad(), setup.precision.autocast():
             tokens = kwargs["input_ids"] if "input_ids" in kwargs else next(iter(tensors_in(args)))
@@ -91,7 +89,7 @@ class ProfileRun(Workload):
             logits = head(last.to(width) if width.is_floating_point else last)  # Mamba's residuals are in float32
             if self.tp > 1:
                 logits = torch.cat([logits] * self.tp, dim=-1)
-            run.result = _sampled(logits, self.sampler)
+            run.result = _sampled(logits, self.rules.sampler)
         return run.trace()
 
 
@@ -171,8 +169,9 @@ def _sampled(logits: torch.Tensor, sampler: Sampler) -> torch.Tensor:
 # -- kernels of its own ------------------------------------------------------------------------------------------------
 
 
-def _fuse(body: nn.Module, run: ProfileRun, packed: Mapping[str, int]) -> None:
+def _fuse(body: nn.Module, run: ProfileRun, packed: Mapping[str, int], model_type: str) -> None:
     """Let the layers of a model take what a server's do. `packed` are the bytes of quantized weights, by path."""
+    holds_gate = run.rules.holds_gate(model_type)
     for path, module in body.named_modules():
         experts = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
         if all(isinstance(weight, torch.Tensor) and weight.dim() == 3 for weight in experts):
@@ -184,7 +183,7 @@ def _fuse(body: nn.Module, run: ProfileRun, packed: Mapping[str, int]) -> None:
         elif path in packed and isinstance(module, nn.Linear):
             vars(module)["forward"] = partial(_product, module, run, packed[path])
         elif all(isinstance(getattr(module, name, None), nn.Linear) for name in _GATED):
-            vars(module)["forward"] = partial(_gated, module, run, packed.get(f"{path}.gate_proj", 0))
+            vars(module)["forward"] = partial(_gated, module, run, packed.get(f"{path}.gate_proj", 0), holds_gate)
     _forget_embeddings(body)
 
 
@@ -258,16 +257,16 @@ def _beside_inputs(
     return result
 
 
-def _gated(module: Any, run: ProfileRun, packed: int, states: torch.Tensor) -> torch.Tensor:
+def _gated(module: Any, run: ProfileRun, packed: int, holds_gate: bool, states: torch.Tensor) -> torch.Tensor:
     inner = module.down_proj.in_features
     both = states.new_empty(*states.shape[:-1], 2 * inner)
     if packed:
         _scratch(run, 2 * packed, states, 2 * inner)
     activated = states.new_empty(*states.shape[:-1], inner)
-    if not run.holds_gate:
+    if not holds_gate:
         del both
     result: torch.Tensor = module.down_proj(activated)
-    return torch.empty_like(result) if run.sums_beside else result
+    return run.summed(result)
 
 
 def _product(module: nn.Linear, run: ProfileRun, packed: int, states: torch.Tensor) -> torch.Tensor:
@@ -286,12 +285,13 @@ def _scratch(run: ProfileRun, packed: int, states: torch.Tensor, width: int) -> 
     if packed >= inputs * width:
         states.new_empty(states.shape, dtype=torch.uint8)
         return
-    if run.products == "unpacks":
+    products = run.rules.products
+    if products == "unpacks":
         states.new_empty(inputs, width)
         return
     rows = min(-(-states.numel() // inputs // 64) * 64, _MARLIN_ROWS)
-    copied = states.new_empty(states.shape) if run.products == "copies" else None
-    size = run.processors * _TILE if run.products == "tiles" else rows * width
+    copied = states.new_empty(states.shape) if products == "copies" else None
+    size = run.processors * _TILE if products == "tiles" else rows * width
     sums = states.new_empty(size, dtype=torch.float32)
     del copied, sums
 
@@ -310,7 +310,7 @@ def _experts(
     inner = module.down_proj[0].numel() // width
     rows = min(states.numel() // width, _CHUNK) * chosen.shape[-1]
     shared = torch.empty_like(states) if has_shared else None
-    products = states.new_empty(rows * (max if run.shares_buffers else add)(2 * inner, width))
+    products = states.new_empty(rows * (max if run.rules.shares_buffers else add)(2 * inner, width))
     activated = states.new_empty(rows, inner)
     del products, activated, shared
-    return torch.empty_like(states) if run.sums_beside else states
+    return run.summed(states)

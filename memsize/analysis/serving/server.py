@@ -267,18 +267,7 @@ class Server:
             seqs = max(1, min(seqs, served.tokens // image.tokens))
         length = served.tokens // seqs  # fewer than `seqs` tokens are left over
         inputs = self.prompts(length) if in_step else self._texts(length)
-        holds_gate = rules.holds_gate(str(text_config(runner.model).model_type))
-        run = ProfileRun(
-            seqs,
-            served.tp,
-            rules.sampler,
-            rules.products,
-            holds_gate,
-            in_step,
-            sums_beside=served.tp > 1 and rules.sums_beside,
-            shares_buffers=rules.shares_buffers,
-            processors=processors(runner.gpu)[1],
-        )
+        run = ProfileRun(rules, seqs, served.tp, processors(runner.gpu)[1], in_step)
         trace = self._on(inputs, served.tokens // length, served).run(run, scenario)
         estimate = estimate_gpu(trace, runner.gpu, config=self.allocator)
         step = estimate.allocated - weights_in(trace, self.allocator).allocated
@@ -315,7 +304,7 @@ class Server:
         captured, kind, config = served.graphs, served.rules.graphs, text_config(self.runner.model)
         if captured is None or kind is None:
             return Interval(0, 0)
-        run = ProfileRun(0, served.tp, products=served.rules.products, processors=processors(self.runner.gpu)[1])
+        run = ProfileRun(served.rules, 0, served.tp, processors(self.runner.gpu)[1])
         trace = self._on(self._texts(captured.largest), 1, served).run(run, scenario)
         stored = {number for number, storage in enumerate(trace.storages) if storage.role in _WEIGHTS}
         segments = replay((event.storage, event.delta) for event in trace.events if event.storage not in stored)
