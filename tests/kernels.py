@@ -33,7 +33,9 @@ from memsize.kernels.cudnn.plans import (
     estimate as estimate,
 )
 from memsize.kernels.matmul import CUBLAS as CUBLAS, CUBLASLT as CUBLASLT, takes_cublaslt as takes_cublaslt
+from memsize.kernels.reduction_scratch import scratch
 from memsize.kernels.registry import (
+    REDUCTIONS,
     SPARSE_RULES as SPARSE_RULES,
     SPARSE_TABLE as SPARSE_TABLE,
     TABLE as TABLE,
@@ -50,6 +52,7 @@ from memsize.kernels.rnn import (
 )
 from memsize.kernels.semantics import current as current
 from memsize.kernels.strides import permuted as permuted
+from memsize.records.gpu import Multiprocessors
 from memsize.torch_internals.meta import KEY as KEY, MetaMemo as MetaMemo, suspended as suspended
 from memsize.torch_internals.sparse_tensors import (
     in_coordinates as in_coordinates,
@@ -61,3 +64,8 @@ def kernel_temporaries(op: Any, args: Any) -> list[Temporary]:
     """Return the allocations alive at the peak of the kernel of `op`, besides its arguments and results."""
     rules()
     return list(TEMPORARIES[op](*args)) if op in TEMPORARIES else []
+
+
+def kernel_scratch(gpu: tuple[int, int], op: Any, *args: Any) -> list[int]:
+    """The bytes that a reduction takes besides its result, on a GPU of so many multiprocessors and threads of each."""
+    return [temporary.bytes for temporary in scratch(REDUCTIONS[op](*args), Multiprocessors(*gpu))]

@@ -348,8 +348,14 @@ def test_a_checkpoint_inside_the_model_is_recomputed_for_real() -> None:
 
 def test_the_stack_decides_workspaces_and_context() -> None:
     hopper = replace(STACK, capability=(9, 0), torch="2.11.0+cu130")
-    assert workspaces(hopper) == (32 * MIB, MIB, None, True)
-    assert workspaces(replace(hopper, torch="2.13.0", cublas_config=":4096:8")) == (32 * MIB, 0, None, True)
+    assert workspaces(hopper) == (32 * MIB, MIB, None, True, (132, 2048))
+    assert workspaces(replace(hopper, torch="2.13.0", cublas_config=":4096:8")) == (
+        32 * MIB,
+        0,
+        None,
+        True,
+        (132, 2048),
+    )
     what = case(perceptron(), "64")
     said = what.predict(hopper)
     eager = what.predict(replace(hopper, module_loading="EAGER"))

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
-from memsize.device.cards import card
+from memsize.device.cards import card, multiprocessors
 from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError
 from memsize.kernels.convolution import ConvolutionWorkspaces
@@ -187,22 +187,23 @@ def plans_of(card: Card, stack: Stack = INSTALLED) -> Plans:
 def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) -> Workspaces:
     """The workspaces that the libraries of a software stack would take on a card."""
     benchmark = None if stack.benchmark is None else stack.benchmark == "on"
-    return workspaces_of(gpu.capability, stack.torch or str(torch.__version__), plans, benchmark=benchmark)
+    return workspaces_of(gpu, stack.torch or str(torch.__version__), plans, benchmark=benchmark)
 
 
 def workspaces_of(
-    capability: tuple[int, int],
+    gpu: Card,
     torch_version: str,
     plans: Plans | None,
     cublas_config: str | None = None,
     benchmark: bool | None = None,
 ) -> Workspaces:
-    """The workspaces of cuBLAS, of a setting or the usual ones, cuBLASLt and cuDNN under a release of PyTorch."""
+    """The workspaces of cuBLAS, of a setting or the usual ones, cuBLASLt, cuDNN and reductions under a release."""
     return Workspaces(
-        cublas_workspace(capability, config=cublas_config, torch_version=torch_version),
+        cublas_workspace(gpu.capability, config=cublas_config, torch_version=torch_version),
         lt=cublaslt_workspace(torch_version),
         convolutions=ConvolutionWorkspaces.on(plans, benchmark) if plans else None,
         keeps_lt=keeps_cublaslt_workspace(torch_version),
+        multiprocessors=multiprocessors(gpu),
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from memsize.errors import InputError, UnknownInputError, nearest, quoted
-from memsize.records.gpu import DEFAULT_GPU, Card
+from memsize.records.gpu import DEFAULT_GPU, Card, Multiprocessors
 from memsize.units import GiB, parse_bytes
 
 with Path(__file__).with_name("cards.csv").open(newline="", encoding="utf-8") as _file:
@@ -71,6 +71,15 @@ _SIZE: Final = re.compile(r"\d+(?:\.\d+)?[kmgt]i?b")
 CARDS: dict[str, Card] = {card.name: card for card in (*map(_card, _ROWS), *_MACS)}
 _BY_KEY: Final = {_key(name): card for card in CARDS.values() for name in (card.name, *card.aliases)}
 _PROCESSORS: Final = {row["name"]: int(row["multiprocessors"]) for row in _ROWS if row["multiprocessors"]}
+
+
+_THREADS: Final = {(7, 5): 1024, (8, 0): 2048, **dict.fromkeys([(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)], 1536)}
+"""How many threads a multiprocessor can run at once; 2,048 elsewhere (CUDA programming guide, compute capabilities)."""
+
+
+def multiprocessors(where: Card) -> Multiprocessors:
+    """The multiprocessors of a card, the most that it may have, and the threads that each can run at once."""
+    return Multiprocessors(processors(where)[1], _THREADS.get(where.capability, 2048))
 
 
 def processors(where: Card) -> tuple[int, int]:

@@ -34,14 +34,11 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from memsize.device.cards import card, processors
+from memsize.device.cards import card, multiprocessors, processors
 from memsize.records.gpu import DEFAULT_GPU, Card, Interval
 from memsize.spec.stack import INSTALLED, NEWEST, Loading, Release, Stack, release
 from memsize.units import KiB, MiB
 
-_THREADS: Final = {(7, 5): 1024, (8, 0): 2048, **dict.fromkeys([(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)], 1536)}
-"""How many threads a multiprocessor can run at once; 2,048 elsewhere (CUDA programming guide, compute capabilities)."""
-_MOST_THREADS: Final = 2048
 _STACK: Final = 1 * KiB
 _LEAST: Final = 1.9
 _MOST: Final = 2.2
@@ -99,7 +96,7 @@ def cuda_context(where: Card | None = None, stack: Stack = INSTALLED, ops: Colle
     where = where or card(DEFAULT_GPU)
     if where.platform == "MPS":
         return _NOTHING
-    threads = _THREADS.get(where.capability, _MOST_THREADS) * _STACK
+    threads = multiprocessors(where).threads * _STACK
     least, most = processors(where)
     low, high = round(_LEAST * least * threads), round(_MOST * most * threads) + _FIXED
     if "a100" in where.name.lower():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memsize.kernels.reduction_scratch import power_of_two
 from memsize.kernels.registry import (
     Copies,
     Temporary,
@@ -229,17 +230,12 @@ def _parts(numbers: int, *tensors: Tensor) -> Iterator[Temporary]:
         return
     channels = tensor.shape[1]
     rows = tensor.numel() // channels
-    high = min(_power(-(-rows // _ROWS_OF_THREAD)), _THREADS // min(_power(channels), _TILE))
-    wide = min(_power(channels), _THREADS // high)
+    high = min(power_of_two(-(-rows // _ROWS_OF_THREAD)), _THREADS // min(power_of_two(channels), _TILE))
+    wide = min(power_of_two(channels), _THREADS // high)
     blocks = min(-(-rows // (high * _ROWS_OF_THREAD)), _MOST_BLOCKS)
     if blocks >= _LEAST_BLOCKS:
         yield Temporary((numbers * channels * blocks,), accumulation(tensor.dtype))
         yield Temporary((-(-channels // wide),), torch.int32)
-
-
-def _power(number: int) -> int:
-    """The largest power of two that is no larger."""
-    return 1 << number.bit_length() - 1
 
 
 # -- layer norm and RMS norm ------------------------------------------------------------------------------------------

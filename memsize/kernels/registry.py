@@ -110,6 +110,15 @@ def temporaries_of(*ops: Any) -> Callable[[_F], _F]:
     return _registered(TEMPORARIES, ops)
 
 
+REDUCTIONS: dict[Any, Callable[..., Any]] = {}
+"""The ops whose kernel reduces a tensor, by overload: functions of an op's arguments that return its `Reduction`."""
+
+
+def reduction_of(*ops: Any) -> Callable[[_F], _F]:
+    """Register a function that returns what the kernels of `ops` reduce, from an op's arguments."""
+    return _registered(REDUCTIONS, ops)
+
+
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 Copies: TypeAlias = "Iterator[tuple[torch.Tensor, Format]]"

@@ -34,7 +34,9 @@ class Card:
 
     @property
     def kernels(self) -> tuple[object, ...]:
-        """The key of the kernels that this card runs: cards with an equal key run the same ones."""
+        """The key of the kernels that this card runs: cards with an equal key run the same ones, on another number of
+        multiprocessors.
+        """
         return self.capability, self.platform
 
     @property
@@ -46,6 +48,13 @@ class Card:
             f"of a GPU that PyTorch runs by {self.platform} only the memory is known: kernels, library workspaces and "
             f"the allocator are those of CUDA on an {DEFAULT_GPU}"
         )
+
+
+class Multiprocessors(NamedTuple):
+    """How many multiprocessors a GPU has, and how many threads each can run at once."""
+
+    processors: int
+    threads: int
 
 
 class Interval(NamedTuple):

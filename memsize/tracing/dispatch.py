@@ -29,7 +29,7 @@ from memsize.kernels import rules, sparse_rules
 from memsize.kernels.convolution import BACKWARD, FORWARD
 from memsize.kernels.matmul import CUBLAS, CUBLASLT
 from memsize.kernels.multiply_adds import formula_of
-from memsize.kernels.registry import COPIES, LAST_FIRST, RESULT_FIRST, SAME_DTYPE, TEMPORARIES, refuse_mixed
+from memsize.kernels.registry import COPIES, LAST_FIRST, REDUCTIONS, RESULT_FIRST, SAME_DTYPE, TEMPORARIES, refuse_mixed
 from memsize.kernels.strides import is_dense
 from memsize.known_values.evaluation import SPECIAL, Evaluator
 from memsize.known_values.op_traits import traits_of
@@ -71,6 +71,7 @@ class OpFacts:
         self.copies = COPIES.get(func)
         self.flops = formula_of(func)
         self.temporaries = TEMPORARIES.get(func) or TEMPORARIES.get(self.traits.name)
+        self.reduction = REDUCTIONS.get(func)
         self.is_cublas = func in CUBLAS
         self.is_cublaslt = func in CUBLASLT
         self.result_first = func in RESULT_FIRST
@@ -78,7 +79,7 @@ class OpFacts:
         self.is_forward = func is FORWARD
         self.is_backward = func is BACKWARD
         is_convolution = self.is_forward or self.is_backward
-        has_more = self.copies is not None or self.temporaries is not None
+        has_more = any(facts is not None for facts in (self.copies, self.temporaries, self.reduction))
         self.allocates_result_alone = not (is_convolution or self.is_cublaslt or self.last_first or has_more)
 
 

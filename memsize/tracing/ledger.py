@@ -15,9 +15,11 @@ import torch
 from memsize.kernels.convolution import FORWARD, NONE, TRACED, TRACED_AS, ConvolutionWorkspaces
 from memsize.kernels.matmul import takes_cublas, takes_cublaslt
 from memsize.kernels.multiply_adds import FLOPS_OF_ONE
+from memsize.kernels.reduction_scratch import scratch
 from memsize.kernels.registry import Temporary
 from memsize.known_values.propagation import carry_over
 from memsize.model.tensor_storage import plain_tensors, shape_of
+from memsize.records.gpu import Multiprocessors
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.sparse_tensors import PARTS, parts_of
 from memsize.tracing.dispatch import (
@@ -36,12 +38,14 @@ class Workspaces(NamedTuple):
     `blas` is cuBLAS's workspace, one for each thread that multiplies matrices (the forward's and autograd's own). `lt`
     is cuBLASLt's for products with a bias or in float8, where it does not share that of cuBLAS: with `keeps_lt` one for
     each thread too, else taken during each product. `convolutions` gives what cuDNN takes during each convolution.
+    `multiprocessors` decide what PyTorch's own reductions take.
     """
 
     blas: int = 0
     lt: int = 0
     convolutions: ConvolutionWorkspaces | None = None
     keeps_lt: bool = False
+    multiprocessors: Multiprocessors | None = None
 
 
 NO_WORKSPACES = Workspaces()
@@ -135,12 +139,14 @@ class Ledger(StorageRecorder):
             copies = self._open_copies(op, args, kwargs)
         if op.is_cublaslt and takes_cublaslt(args, kwargs):
             self._note_cublaslt(op.name)
-        if op.temporaries is not None:
-            self._end_all(self._open_temporaries(op.temporaries(*args), op.name), op.name)
+        opened = [] if op.temporaries is None else self._open_temporaries(op.temporaries(*args), op.name)
+        if op.reduction is not None and (gpu := self.workspaces.multiprocessors) is not None:
+            opened += self._open_temporaries(scratch(op.reduction(*args), gpu), op.name)
+        self._end_all(opened, op.name)
         self._end_all(copies, op.name)
 
     def _note_cublaslt(self, op: str) -> None:
-        blas, lt, _, keeps_lt = self.workspaces
+        blas, lt, _, keeps_lt, _ = self.workspaces
         if lt and not keeps_lt:
             self._borrow(lt, 0, op)
         elif size := lt or blas:

@@ -194,7 +194,7 @@ class Experiment:
 
 def workspaces(stack: SoftwareStack, plans: Plans | None = None) -> Workspaces:
     """The workspaces of cuBLAS, cuBLASLt and cuDNN with the release and the settings of `stack`."""
-    return workspaces_of(stack.capability, stack.torch, plans, stack.cublas_config)
+    return workspaces_of(_card(stack), stack.torch, plans, stack.cublas_config)
 
 
 def _queried(plans: Plans) -> tuple[ConvolutionWorkspace, ...]:

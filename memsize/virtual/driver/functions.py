@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.cards import processors
+from memsize.device.cards import multiprocessors
 from memsize.processes.simulation import running
 from memsize.records.gpu import Card
 from memsize.spec.stack import INSTALLED, Stack
@@ -56,17 +56,13 @@ class Properties:
     minor: int
     total_memory: int
     multi_processor_count: int
+    max_threads_per_multi_processor: int
     warp_size: int = 32
     max_threads_per_block: int = 1024
     is_integrated: int = 0
     is_multi_gpu_board: int = 0
     regs_per_multiprocessor: int = 65536
     shared_memory_per_block: int = 48 * 1024
-
-    @property
-    def max_threads_per_multi_processor(self) -> int:
-        """By compute capability, from the table in the CUDA C++ Programming Guide."""
-        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get((self.major, self.minor), 2048)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"memsize does not know the {name} of a {self.name}")
@@ -191,7 +187,7 @@ class Driver:
 
     @property
     def properties(self) -> Properties:
-        return Properties(self.card.name, *self.card.capability, self.memory.total, processors(self.card)[0])
+        return Properties(self.card.name, *self.card.capability, self.memory.total, *multiprocessors(self.card))
 
     def gpu(self) -> Gpu:
         """Return the card as it is now, for ``nvidia-smi`` and NVML."""
