@@ -99,8 +99,8 @@ def test_the_ends_of_an_interval_share_a_unit() -> None:
 
 def test_the_ways_to_count_a_peak_share_a_unit_which_the_gpu_need_not() -> None:
     """Weights of 96 MiB and a cuBLAS workspace of 8.1, up to PyTorch 2.11 one of cuBLASLt too: the allocator's segments
-    are MiB too, and the T4 has GiB.
+    are MiB too, and the T4 has GiB, in which nvidia-smi's figures are as well.
     """
     report = memsize.report(nn.Linear(1024, 24 * 1024), input_size=(1024,), gpu="t4", scenarios=["fp32"])
-    peak = r"tensors 10[45] → allocated 10[45] → reserved \d+ → nvidia-smi \d+–\d+ MiB of 14\.6 GiB"
+    peak = r"tensors 10[45]\.\d+ → allocated 10[45]\.\d+ → reserved \d+\.00 MiB → nvidia-smi 0\.\d+–0\.\d+ of 14\.6 GiB"
     assert re.search(peak, str(report).replace("\n", " "))
