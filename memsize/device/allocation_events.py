@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 CONVOLUTIONS: Final = frozenset({"convolution", "convolution_backward"})
 """Ops that cuDNN computes with a workspace."""
-_AT_ONCE: Final = 1 << 14
 DOUBLED: Final = 2
 """An estimated workspace may be up to this many times as large (`python -m benchmarks.workspaces` says how often it
 is).
@@ -45,10 +44,7 @@ class AllocationEvents:
     deferred: Mapping[int, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        # Many replays end early: only so much becomes a list.
-        for start in range(0, len(self), _AT_ONCE):
-            part = self[start : start + _AT_ONCE]
-            yield from zip(part.storages.tolist(), part.deltas.tolist(), strict=True)
+        return zip(self.storages.tolist(), self.deltas.tolist(), strict=True)
 
     def __getitem__(self, part: slice) -> AllocationEvents:
         """A part of the events, with what is known of all."""
