@@ -2,8 +2,9 @@
 
 `memsize sweep` runs every cell: 25 presets, trained whole, with LoRA and with QLoRA, eager and compiled, at six lengths
 on ten cards. That takes days on one machine; ``--backend dask --scheduler tcp://…`` spreads it over a cluster, and
-what is done is kept. ``--quick`` runs a few cells. The page draws what lies between the batches that were run by
-itself, and what a saved run of ``memsize fit`` needs, which never leaves the browser.
+what is done is kept. ``--eager`` leaves out the compiled cells and takes about an hour; ``--quick`` runs a few cells.
+The page draws what lies between the batches that were run by itself, and what a saved run of ``memsize fit`` needs,
+which never leaves the browser.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import memsize
 from memsize.records.sweep import SweepRow
 
 FOLDER: Final = Path(__file__).parent
-RESULTS, TEMPLATE = FOLDER / "tables.jsonl", FOLDER / "tables.html"
+TEMPLATE: Final = FOLDER / "tables.html"
+RESULTS: Final = FOLDER.parent / "build" / "tables.jsonl"
 PAGE: Final = FOLDER.parent / "docs" / "will_it_fit.html"
 MODELS: Final = """
     HuggingFaceTB/SmolLM2-135M Qwen/Qwen2.5-0.5B meta-llama/Llama-3.1-8B
@@ -36,10 +38,10 @@ BATCHES: Final = [1, 2, 4]
 CARDS: Final = ["t4", "l4", "a10g", "4090", "l40s", "a100", "a100-80gb", "h100", "h200", "b200"]
 
 
-def grid(quick: bool) -> dict[str, Any]:
-    """The sweep of all cells, or with `quick` of a few that take minutes."""
+def grid(quick: bool = False, eager: bool = False) -> dict[str, Any]:
+    """The sweep of all cells, of those that are `eager`, or with `quick` of a few that take minutes."""
     models, lengths = (MODELS[:2], LENGTHS[:3:2]) if quick else (MODELS, LENGTHS)
-    scenarios = ["bf16"] if quick else ["bf16", "bf16+compile"]
+    scenarios = ["bf16"] if quick or eager else ["bf16", "bf16+compile"]
     return {
         "train": "adamw",
         "scenario": scenarios,
@@ -96,11 +98,16 @@ def main() -> None:
     """Run the cells that are missing, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--backend", default="loky")
     parser.add_argument("--scheduler")
     options = parser.parse_args()
     sweep = memsize.sweep(
-        grid(options.quick), results=RESULTS, backend=options.backend, scheduler=options.scheduler, progress=print
+        grid(options.quick, options.eager),
+        results=RESULTS,
+        backend=options.backend,
+        scheduler=options.scheduler,
+        progress=print,
     )
     PAGE.write_text(page(page_data(sweep.sweep_rows, str(datetime.date.today()))), encoding="utf-8")
     print(f"Wrote {PAGE.relative_to(FOLDER.parent)}")
