@@ -192,12 +192,12 @@ _OTHER_NAMES = {
 
 
 def _usage(error: click.ClickException) -> str:
-    """What is wrong with the arguments, the option that may be meant, and where they are explained."""
+    """Return the mistake in the arguments, the option that may be meant, and the command that explains them."""
     text, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
     if context is None:
         return text
-    known = {flag for parameter in context.command.params for flag in parameter.opts}
-    if isinstance(error, click.NoSuchOption) and (meant := _OTHER_NAMES.get(error.option_name)) in known:
+    flags = {flag for parameter in context.command.params for flag in parameter.opts}
+    if isinstance(error, click.NoSuchOption) and (meant := _OTHER_NAMES.get(error.option_name)) in flags:
         text = f"no such option {quoted(error.option_name)}: did you mean {meant}?"
     return f"{text[:1].lower()}{text[1:]} ({context.command_path} --help)"
 

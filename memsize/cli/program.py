@@ -54,8 +54,8 @@ def run(request: RunRequest, output: Destination) -> int:
     after a few optimizer steps. PROGRAM may also be a saved run.
     """
     program = str(request.script)
-    if not request.module and not Path(program).exists() and (found := _command(program)):
-        request, program = replace(request, script=found), found
+    if not request.module and not Path(program).exists() and (installed := _command(program)):
+        request, program = replace(request, script=installed), installed
     if not request.module and is_saved(program):
         if arguments := tuple(request.arguments):
             raise InputError(f"{program} is a saved run, which takes no arguments: write {arguments[0]} before it")

@@ -30,7 +30,7 @@ class _Accesses(NamedTuple):
 
 
 class KernelBody:
-    """The body of one `kernel`, made of `nodes`; `known` are the accesses of those that were generated before."""
+    """The body of one `kernel`, made of `nodes`."""
 
     def __init__(self, kernel: Any, nodes: Sequence[Any]) -> None:
         self._kernel = kernel
@@ -42,11 +42,11 @@ class KernelBody:
 
     def generate(self, original: Callable[..., None], node: SchedulerNode, *args: Any) -> None:
         """Generate the part of one node, unless the kernel is like one before."""
-        known: dict[Hashable, _Accesses] = vars(V.graph).setdefault("memsize_kernel_bodies", {})
+        generated: dict[Hashable, _Accesses] = vars(V.graph).setdefault("memsize_kernel_bodies", {})
         if not self._is_begun:
             self._is_begun = True
             self._key = self._likeness()
-            if self._key is not None and (accesses := known.get(self._key)):
+            if self._key is not None and (accesses := generated.get(self._key)):
                 self._is_replayed = True
                 self._replay(accesses)
         self._left -= 1
@@ -54,10 +54,10 @@ class KernelBody:
             return
         original(node, *args)
         if not self._left and self._key is not None and (accesses := self._accesses()):
-            known[self._key] = accesses
+            generated[self._key] = accesses
 
     def _likeness(self) -> Hashable:
-        """What the accesses of the kernel follow from; None where they may follow from more."""
+        """Return a key that kernels with the same accesses share; None where the accesses may follow from more."""
         graph, kernel = V.graph, self._kernel
         parts: list[Hashable] = []
         for node in self._nodes:

@@ -99,7 +99,7 @@ def scratch(reduction: Reduction, gpu: Multiprocessors) -> Iterator[Temporary]:
     while not _has_short_indices(axes, itemsize):  # one half after the other
         longest = max(range(len(axes)), key=lambda dim: ((axes[dim].size - 1) * axes[dim].stride, dim))
         axes[longest] = axes[longest]._replace(size=axes[longest].size - axes[longest].size // 2)
-    results, counters = _shared(axes, tensor.storage_offset(), gpu, itemsize=itemsize, vector=vector)
+    results, counters = _shared(axes, int(tensor.storage_offset()), gpu, itemsize=itemsize, vector=vector)
     if results:
         yield Temporary((partial * results,), torch.uint8)
         yield Temporary((counters,), torch.int32)

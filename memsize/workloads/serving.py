@@ -64,7 +64,7 @@ class ProfileRun(Workload):
         return Inference().proof
 
     def summed(self, states: torch.Tensor) -> torch.Tensor:
-        """What all cards computed of a layer."""
+        """The sum of what the cards computed of a layer: another tensor, where the server makes one."""
         return torch.empty_like(states) if self.tp > 1 and self.rules.sums_beside else states
 
     def run(self, setup: Setup) -> Trace:
