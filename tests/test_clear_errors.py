@@ -275,7 +275,7 @@ def test_files_that_are_not_python(models: None, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("command", [["sweep", ""], ["checkpoint", ""], ["report", "timm:resnet18", "--save", ""]])
 def test_an_empty_name_is_no_folder(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command) == 2
-    assert re.search("Invalid value for .*: the name is empty", capsys.readouterr().err)
+    assert re.search("invalid value for .*: the name is empty", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", [["sweep", "a\0b"], ["report", "timm:resnet18", "-o", "a\0b"]])

@@ -720,7 +720,7 @@ def test_the_lines_of_an_op_that_loses_the_format_are_one_finding() -> None:
 def test_other_ops_that_lose_the_format_are_named() -> None:
     [finding] = layout.RULES.findings(audit(losses=(Loss("a", "view", spec("float32", 1), "row-major"),)))
     assert finding.bytes is None
-    assert finding.text() == "Channels last is lost in a: view, which is row-major."
+    assert finding.text() == "Channels last is lost in a: view returns row-major tensors."
 
 
 def test_kernels_that_copy_what_they_are_given() -> None:

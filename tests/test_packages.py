@@ -109,7 +109,7 @@ def test_cut_cross_entropy_of_gemma(figures: Figures) -> None:
 def test_cut_cross_entropy_wants_16_bits(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LOSS + "measured(linear_cross_entropy, 64, 64, 640, torch.float32)")
-    with pytest.raises(memsize.MemsizeError, match="16 bits"):
+    with pytest.raises(memsize.MemsizeError, match="16-bit hidden states"):
         memsize.run(script, gpu="a100")
 
 

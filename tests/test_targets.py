@@ -798,7 +798,7 @@ def test_the_command_takes_a_function(write: Write, functions: str, capsys: pyte
     assert run([*command, "--input", "5:int64"]) == 2
     assert "not as both" in capsys.readouterr().err
     assert run([*command[:2], "--input", "5:int64", "--seq-len", "3"]) == 2
-    assert "inputs that are made" in capsys.readouterr().err
+    assert "inputs that memsize makes" in capsys.readouterr().err
 
 
 def test_a_function_in_python() -> None:

@@ -302,7 +302,7 @@ def test_a_decision_that_only_data_can_make_names_the_layer() -> None:
 def test_a_decision_can_be_taken_by_computing() -> None:
     report = memsize.report(models.Deciding(), (10,), execute=True, scenarios="fp32,amp-bf16", train="sgd")
     assert [result.status for result in report.scenario_results] == ["run", "run"]
-    assert any("for real" in note for note in report.remarks)
+    assert any("with real values" in note for note in report.remarks)
     built = memsize.report(models.Toy().to("meta"), (3, 64, 64), execute=True, scenarios="fp32")
     planned = memsize.report(models.Toy().to("meta"), (3, 64, 64), scenarios="fp32")
     assert built.totals == planned.totals
