@@ -192,6 +192,6 @@ def test_compiled_attention_over_a_jagged_tensor_has_no_scores(tmp_path: Path) -
         """,
     )
     assert run.steps == 2 and not any("as written" in note for note in run.trace.notes)
-    # A bias's gradient of 768 values is summed by 64 blocks, each with 32 · 4 places for every value: 24 MiB for a moment.
+    # A bias's gradient of 768 values is summed by 64 blocks, each with 32 · 4 places for a value: 24 MiB for a moment.
     largest = max(storage.bytes for storage in run.trace.storages if storage.op != "sum")
     assert largest == 4096 * 768 * 4  # query, key and value, or their gradients
