@@ -140,7 +140,7 @@ def published() -> dict[str, Any]:
 
 
 def test_the_page_of_the_site_has_every_eager_cell() -> None:
-    """25 presets × 3 ways × 6 lengths; two GPT-2 have no positions for 4 of them, and no layers that nf4 could store."""
+    """25 presets × 3 ways × 6 lengths; two GPT-2 have no positions for 4 of these, and no layers for nf4 to store."""
     runs = published()["runs"]
     assert {run["model"] for run in runs} == set(tables.MODELS)
     assert len({run["command"] for run in runs}) == len(runs) == 25 * 3 * 6 - 2 * (2 * 4 + 6)
