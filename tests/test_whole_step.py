@@ -56,6 +56,14 @@ def test_the_batch_that_is_named_fits_and_the_next_does_not(script: Path) -> Non
     assert sentence.endswith("The largest {argument} that fits is {size}.")
 
 
+def test_a_log_that_was_there_has_a_copy_in_each_run(script: Path) -> None:
+    """The copy goes when a run ends, also by an error; the next run makes its own."""
+    (script.parent / "log.txt").write_text("of a real training")
+    run = memsize.run(script, gpu="t4", allocator="per_process_memory_fraction:0.02", steps=2)
+    assert isinstance(run, memsize.ProgramRun) and run.ran_out and run.whole is not None
+    assert (script.parent / "log.txt").read_text() == "of a real training"
+
+
 def test_the_batch_that_is_named_is_that_of_fit(script: Path) -> None:
     """A run refuses what can't fit beside the least that CUDA takes; what fits does so beside the most."""
     fit = memsize.fit_script(script, ("--batch-size", "4096"), vary="batch-size", gpu="t4", steps=2)

@@ -82,8 +82,8 @@ class FileGuard(Guard):
             simulation.with_part(FileGuard, self),
             simulation.patches.applied(self._openers()),
         ):
+            self._copies.clear()  # those of a run before went with its folder
             yield
-        self._copies.clear()
 
     def own(self, path: Any, mode: str = "r") -> Any:
         """Return the copy that the program has of a file which was there before, or makes by opening it with `mode`."""
