@@ -650,6 +650,63 @@ print(json.dumps([torch.cuda.memory_allocated() - before, torch.cuda.max_memory_
     assert most == after + 2 * half
 
 
+ADAM = """
+from transformer_engine.pytorch.optimizers import FusedAdam
+weights = [torch.nn.Parameter(torch.empty(1024, 1024, dtype=torch.bfloat16, device="cuda")) for _ in range(2)]
+optimizer = FusedAdam(weights, {options})
+for weight in weights:
+    weight.grad = torch.empty_like(weight)
+before = torch.cuda.memory_allocated()
+optimizer.step()
+after = torch.cuda.memory_allocated() - before
+torch.cuda.reset_peak_memory_stats()
+optimizer.step()
+print(json.dumps([after, torch.cuda.max_memory_allocated() - before - after]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "state", "temporary"),
+    [
+        ("", 4 + 4, 0),
+        ("master_weights=True", 4 + 4 + 4, 0),
+        ("master_weights=True, store_param_remainders=True", 4 + 4 + 2, 0),
+        # The kernel reads both moments in bfloat16, but not one of them.
+        ("exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16", 2 + 2, 0),
+        ("exp_avg_dtype=torch.bfloat16", 2 + 4, 4),
+        ("exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8", 1 + 1, 4 + 4),
+    ],
+)
+def test_state_of_transformer_engines_adam(on: On, options: str, state: int, temporary: int) -> None:
+    """Bytes for each of 2 · 1,024 · 1,024 values; each state in fewer bits has a scale, in 512 bytes."""
+    scales = sum(options.count(dtype) for dtype in ("=torch.bfloat16", "=torch.uint8")) * 2 * 512
+    assert on("h100", ADAM.format(options=options)) == [2 * MiB * state + scales, 2 * MiB * temporary]
+
+
+def test_gradients_are_added_to_those_in_float32(on: On) -> None:
+    """The example of TransformerEngine's repository in short: weights in float8, gradients in `main_grad`."""
+    line = """
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
+with te.quantized_model_init(enabled=True):
+    layer = linear(fuse_wgrad_accumulation=True)
+assert isinstance(layer.weight, QuantizedTensor)
+layer.weight.main_grad = torch.zeros(layer.weight.shape, device="cuda")
+optimizer = te.optimizers.FusedAdam(layer.parameters(), master_weights=True, use_decoupled_grad=True)
+sizes = []
+for _ in range(2):
+    optimizer.zero_grad()
+    with te.autocast():
+        layer(torch.empty(4096, 1024, dtype=torch.bfloat16, device="cuda")).sum().backward()
+    assert layer.weight.grad is None
+    layer.weight.decoupled_grad = layer.weight.main_grad
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    sizes.append(torch.cuda.memory_allocated() - before)
+print(json.dumps(sizes))
+"""
+    assert on("h100", line) == [3 * 4 * TOKEN_BYTES, 0]
+
+
 # -- optimizers, and what libraries see --------------------------------------------------------------------------------
 
 

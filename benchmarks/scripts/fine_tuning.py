@@ -99,6 +99,13 @@ RECIPES = (
         options="--gpu h100",
     ),
     Recipe(
+        "transformer_engine quantized_model_init",
+        "NVIDIA/TransformerEngine",
+        "examples/pytorch/quantized_model_init",
+        "main.py",
+        options="--gpu h100",
+    ),
+    Recipe(
         "llama-factory lora_sft",
         "hiyouga/LLaMA-Factory",
         ".",

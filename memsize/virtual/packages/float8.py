@@ -171,6 +171,8 @@ class Numerics:
 
     dtype: torch.dtype
     recipe: Recipe | None
+    accumulates: bool = False
+    """Whether the gradients of weights are added to their `main_grad`."""
 
     @property
     def fuses_norms(self) -> bool:
@@ -258,7 +260,7 @@ def _backward(
     like = gradient.rows[0]
     of_bias = like.new_empty((shape[0],), dtype=numerics.dtype) if needs.of_bias else None
     of_input = _multiply(len(like), shape[1], like, numerics) if needs.of_input else None
-    of_weight = _multiply(*shape, like, numerics) if needs.of_weight else None
+    of_weight = _multiply(*shape, like, numerics) if needs.of_weight and not numerics.accumulates else None
     return of_input, of_weight, of_bias
 
 

@@ -10,8 +10,9 @@ save. Known limits: attention is that of the fused kernels, without cuDNN's work
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from memsize.virtual.packages.float8 import (
     Recipe,
     default_recipe,
 )
+from memsize.virtual.packages.fused_adam import FusedAdam
 
 _GATED: Final = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
 
@@ -79,8 +81,9 @@ class _Layer(nn.Module):
 
     products: int = 1
 
-    def __init__(self, params_dtype: torch.dtype | None, device: Any) -> None:
+    def __init__(self, params_dtype: torch.dtype | None, device: Any, options: Mapping[str, Any]) -> None:
         super().__init__()
+        self._accumulates: bool = options.get("fuse_wgrad_accumulation", False)
         self._options: dict[str, Any] = {"dtype": params_dtype, "device": device}
         self._weights: list[list[Operands]] = []
         self._histories: list[Tensor] = []
@@ -106,7 +109,7 @@ class _Layer(nn.Module):
         recipe = _recipes().products
         if isinstance(recipe, DelayedScaling) and not self._histories:
             self._histories = recipe.histories(self.products, x.device)
-        return Numerics(dtype, recipe)
+        return Numerics(dtype, recipe, self._accumulates)
 
     def weights_of(self, is_first_microbatch: bool | None) -> list[Any] | None:
         """The float8 weights that micro-batches share, one list for each product; None: they share none."""
@@ -129,9 +132,9 @@ class Linear(_Layer):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         device: Any = "cuda",
-        **__: Any,
+        **others: Any,
     ) -> None:
-        super().__init__(params_dtype, device)
+        super().__init__(params_dtype, device, others)
         self.in_features, self.out_features, self.return_bias = in_features, out_features, return_bias
         self.weight = self.parameter(out_features, in_features)
         self.bias = self.parameter(out_features) if bias else None
@@ -156,9 +159,9 @@ class LayerNormLinear(_Layer):
         normalization: str = "LayerNorm",
         params_dtype: torch.dtype | None = None,
         device: Any = "cuda",
-        **__: Any,
+        **others: Any,
     ) -> None:
-        super().__init__(params_dtype, device)
+        super().__init__(params_dtype, device, others)
         self.in_features, self.out_features, self.normalization = in_features, out_features, normalization
         self.layer_norm_weight = self.parameter(in_features)
         self.layer_norm_bias = self.parameter(in_features) if normalization == "LayerNorm" else None
@@ -195,9 +198,9 @@ class LayerNormMLP(_Layer):
         activation: str = "gelu",
         params_dtype: torch.dtype | None = None,
         device: Any = "cuda",
-        **__: Any,
+        **others: Any,
     ) -> None:
-        super().__init__(params_dtype, device)
+        super().__init__(params_dtype, device, others)
         self.normalization, self.activation = normalization, activation
         inner = 2 * ffn_hidden_size if activation in _GATED else ffn_hidden_size
         self.layer_norm_weight = self.parameter(hidden_size)
@@ -343,7 +346,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(normalized_shape, eps, device=device, dtype=dtype)
 
 
-_PASSED_ON: Final = ("bias", "normalization", "params_dtype", "device")
+_PASSED_ON: Final = ("bias", "normalization", "params_dtype", "device", "fuse_wgrad_accumulation")
 _RECIPES: Final = {
     cls.__name__: cls
     for cls in (Recipe, Format, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling)
@@ -355,12 +358,15 @@ _LAYERS: Final = {
         *(DotProductAttention, MultiheadAttention, TransformerLayer),
     )
 }
+_TENSORS: Final = ("quantized_tensor", "tensor", "tensor.quantized_tensor")
+"""The modules with the base class of parameters in float8, in newer and older releases."""
 _NAMES: Final[dict[str, Any]] = {
     **_LAYERS,
     "autocast": autocast,
     "fp8_autocast": autocast,
     "fp8_model_init": quantized_model_init,
     "quantized_model_init": quantized_model_init,
+    "optimizers": SimpleNamespace(FusedAdam=FusedAdam),
     "is_fp8_available": lambda **_: torch.cuda.get_device_capability() >= (8, 9),
 }
 MODULES: Final[dict[str, dict[str, Any]]] = {
@@ -368,4 +374,6 @@ MODULES: Final[dict[str, dict[str, Any]]] = {
     "transformer_engine.common": {},
     "transformer_engine.common.recipe": _RECIPES,
     "transformer_engine.pytorch": _NAMES,
+    **{f"transformer_engine.pytorch.{name}": {"QuantizedTensor": Float8Tensor} for name in _TENSORS},
+    "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam},
 }
