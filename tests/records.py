@@ -147,6 +147,7 @@ from memsize.records.world import Collective as Collective, Traffic as Traffic, 
 from memsize.render.cell_text import (
     draw_cell as draw_cell,
     draw_specs as draw_specs,
+    draw_strip as draw_strip,
     shorten as shorten,
     shorten_path as shorten_path,
 )

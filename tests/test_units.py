@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
+from memsize.documents.sections import Strip
 from memsize.units import (
     AUTO,
     DECIMAL,
@@ -22,6 +23,7 @@ from memsize.units import (
     signed_share,
     unit_for,
 )
+from tests.records import Interval, draw_strip
 
 
 @pytest.mark.parametrize(
@@ -104,3 +106,23 @@ def test_the_ways_to_count_a_peak_share_a_unit_which_the_gpu_need_not() -> None:
     report = memsize.report(nn.Linear(1024, 24 * 1024), input_size=(1024,), gpu="t4", scenarios=["fp32"])
     peak = r"tensors 10[45]\.\d+ → allocated 10[45]\.\d+ → reserved \d+\.00 MiB → nvidia-smi 0\.\d+–0\.\d+ of 14\.6 GiB"
     assert re.search(peak, str(report).replace("\n", " "))
+
+
+def test_a_strip_never_falls() -> None:
+    """Where the workspaces of convolutions are estimates, a GPU may show less than what is reserved with them: 1.73 to
+    3.82 GiB beside 2.42 reserved. A strip that read "reserved 2.42 → nvidia-smi 1.73" would look wrong.
+    """
+
+    def strip(low: float) -> str:
+        peak = Strip.of_peak(GiB, GiB, int(2.42 * GiB), Interval(int(low * GiB), int(3.82 * GiB)), 14 * GiB)
+        return draw_strip(peak, "auto")
+
+    assert strip(1.73) == "tensors 1.00 → allocated 1.00 → reserved 2.42 → nvidia-smi up to 3.82 of 14.0 GiB"
+    assert strip(2.52) == "tensors 1.00 → allocated 1.00 → reserved 2.42 → nvidia-smi 2.52–3.82 of 14.0 GiB"
+
+
+def test_a_strip_beyond_the_gpu_still_names_all_of_it() -> None:
+    strip = Strip.of_peak(3 * GiB, 3 * GiB, 4 * GiB, Interval(5 * GiB, 6 * GiB), 2 * GiB)
+    assert (
+        draw_strip(strip, "auto") == "tensors 3.00 → allocated 3.00 → reserved 4.00 → nvidia-smi 5.00–6.00 of 2.00 GiB"
+    )

@@ -30,7 +30,8 @@ _LINE: Final = re.compile(r":\d+$")
 _CLAUSE: Final = re.compile(r"[;,:]? \(|[;,:] ")
 
 _SIZE: Final = re.compile(
-    r"(?<=[\d,]) (?=[KMG]?i?B\b)|(?:tensors|allocated|reserved) (?=\d)|nvidia-smi [\d.,–]+( [KMG]iB)? of [\d.,]+"
+    r"(?<=[\d,]) (?=[KMG]?i?B\b)|(?:tensors|allocated|reserved) (?=\d)"
+    r"|nvidia-smi (?:up to )?[\d.,–]+(?: [KMG]iB)? of [\d.,]+"
 )
 """Spaces at which no line ends: before a unit, and within a figure of the strip."""
 
@@ -124,7 +125,8 @@ def draw_phrase(phrase: Phrase, unit: str) -> str:
 
 def draw_strip(strip: Strip, unit: str) -> str:
     """The peak of a run in all ways to count, each figure in the unit that sentences have it in, the last in that of
-    the card. A unit stands once behind figures that share it.
+    the card. A unit stands once behind figures that share it. Where the workspaces of convolutions are estimates, a GPU
+    may show less than what is reserved with them: only the upper end of its interval is drawn.
     """
     names, amounts = [name for name, _ in strip.amounts], [sizes for _, sizes in strip.amounts]
     units = [unit_for(max(sizes), unit) for sizes in amounts[:-1]]
@@ -133,8 +135,13 @@ def draw_strip(strip: Strip, unit: str) -> str:
         names, amounts = [*names, "of"], [*amounts, Interval(strip.card, strip.card)]
         units.append(unit_for(strip.card, unit))
     parts: list[str] = []
+    smallest = 0
     for name, sizes, own, after in zip(names, amounts, units, [*units[1:], None], strict=True):
-        figures = "–".join(dict.fromkeys(draw_bytes(size, own) for size in sizes))
+        if name != "of" and sizes.low < smallest:
+            figures = f"up to {draw_bytes(sizes.high, own)}"
+        else:
+            figures = "–".join(dict.fromkeys(draw_bytes(size, own) for size in sizes))
+        smallest = max(smallest, sizes.low)
         arrow = "→ " if parts and name != "of" else ""
         parts.append(f"{arrow}{name} {figures}{'' if after and own.name == after.name else f' {own.name}'}")
     return " ".join(parts)
