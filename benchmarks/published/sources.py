@@ -654,7 +654,7 @@ _NEWER: Final = (
             "reserved",
             MiB,
             "medium",
-            "the segments that the text encoder and the VAE leave behind",
+            "the number of tokens of a prompt",
             environment,
             "method_comparison/image-gen/run.py of the day of the results",
         )

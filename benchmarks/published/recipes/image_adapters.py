@@ -2,14 +2,16 @@
 
 The script of June and July 2026, with which the results were made, adds the adapter on the CPU. DINOv2, which judges
 the images, and the transformer stay on the GPU; the text encoder and the VAE are there until the embeddings of the
-prompts and the latents of the images are. Evaluations are not part of the figures; each ends with an empty cache.
+prompts and the latents of the images are: these stay in segments of the two models. Evaluations are not part of the
+figures; each ends with an empty cache.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +31,14 @@ _MODEL: Final = {
     "guidance_embeds": False,
 }
 """What the checkpoint's configuration has where it differs from the class's defaults."""
+_QWEN: Final = {
+    "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+TEXT: Final = 512
+PROMPT: Final = 32
+"""Tokens of a prompt, about; the rest of `TEXT` is masked."""
 EXPERIMENTS: Final = "method_comparison/image-gen/experiments"
 IMAGES: Final = 14
 """Of twenty, those that are not kept for validation and tests."""
@@ -47,13 +57,18 @@ def predict(row: Row) -> int:
         return _run(row.values["run"])[row.figure]
 
 
+@cache
 def _run(name: str) -> Mapping[str, int]:
+    encoder, vae = _text_encoder(), _vae()
     transformer, adapter = _transformer(name)
+    nn.Linear(1, 1).to("cuda")
+    before = torch.cuda.memory_reserved()  # subtracted from all figures
     indices = torch.cat([torch.randperm(IMAGES, device="cuda") for _ in range(REPEATS)])
     judge = _judge()
     transformer.to("cuda").train()
     optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-4, weight_decay=1e-4)
-    embeddings, text_ids, latents = _caches()
+    embeddings, text_ids = _embeddings(encoder)
+    latents = _latents(vae)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     body = _Step(transformer, optimizer, indices, embeddings, text_ids, latents, adapter == "ADALORA")
@@ -67,7 +82,19 @@ def _run(name: str) -> Mapping[str, int]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     del judge
-    return {"allocated": allocated, "reserved": highest, "after": after}
+    return {"allocated": allocated - before, "reserved": highest - before, "after": after - before}
+
+
+def _in_bfloat16(make: Callable[[], nn.Module]) -> Any:
+    """A module on the CPU. It is made on the GPU, where nothing is computed."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        module = make()
+    torch.set_default_dtype(default)
+    module.requires_grad_(False).eval().to("cpu")
+    torch.cuda.empty_cache()
+    return module
 
 
 def _experiment(name: str) -> Path:
@@ -81,14 +108,8 @@ def _transformer(name: str) -> tuple[Any, str]:
     from diffusers import Flux2Transformer2DModel
     from peft import PeftConfig, get_peft_model
 
-    with torch.device("cuda"):
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        transformer = Flux2Transformer2DModel(**_MODEL)
-        torch.set_default_dtype(default)
+    transformer: Any = _in_bfloat16(lambda: Flux2Transformer2DModel(**_MODEL)).requires_grad_(True)
     transformer.enable_gradient_checkpointing()
-    transformer.to("cpu")
-    torch.cuda.empty_cache()
     folder = _experiment(name)
     if name.startswith("full-finetuning"):
         return transformer.requires_grad_(True), ""
@@ -105,15 +126,58 @@ def _judge() -> nn.Module:
     return transformers.Dinov2Model(config).to("cuda").eval()
 
 
-def _caches() -> tuple[Tensor, Tensor, Tensor]:
-    """Embeddings of three layers of the text encoder, their positions, and the latents of all images."""
-    kind = {"device": "cuda", "dtype": torch.bfloat16}
-    parts = [torch.empty(1, 512, 7680, **kind) for _ in range(IMAGES)]  # type: ignore[call-overload]
-    ids = [torch.empty(1, 512, 4, device="cuda", dtype=torch.int64) for _ in range(IMAGES)]
-    embeddings, text_ids = torch.cat(parts, dim=0), torch.cat(ids, dim=0)
-    del parts, ids
-    images = [torch.empty(BATCH, 128, 32, 32, **kind) for _ in range(IMAGES // BATCH)]  # type: ignore[call-overload]
-    return embeddings, text_ids, torch.cat(images, dim=0)
+def _text_encoder() -> nn.Module:
+    """Qwen3 4B, on the CPU: the pipeline's encoder of prompts."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return _in_bfloat16(lambda: Qwen3ForCausalLM(Qwen3Config(**_QWEN)))
+
+
+def _vae() -> Any:
+    from diffusers import AutoencoderKLFlux2
+
+    return _in_bfloat16(AutoencoderKLFlux2)
+
+
+def _embeddings(encoder: Any) -> tuple[Tensor, Tensor]:
+    """Embeddings of the prompts, from three layers of the encoder, and their positions."""
+    parts, ids = [], []
+    encoder.to("cuda")
+    with torch.no_grad():
+        for _ in range(IMAGES):
+            parts.append(_embedded(encoder))
+            ids.append(torch.cartesian_prod(*map(torch.arange, (1, 1, 1, TEXT))).unsqueeze(0).to("cuda"))
+    encoder.to("cpu")
+    return torch.cat(parts, dim=0), torch.cat(ids, dim=0)
+
+
+def _embedded(encoder: Any) -> Tensor:
+    """A prompt's embeddings: it fills a part of `TEXT` tokens, the rest is masked."""
+    tokens = torch.zeros(1, TEXT, dtype=torch.int64).to("cuda")
+    mask = (torch.arange(TEXT) < PROMPT).long().unsqueeze(0).to("cuda")
+    output = encoder(input_ids=tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    layers = torch.stack([output.hidden_states[layer] for layer in (10, 20, 30)], dim=1)
+    return layers.permute(0, 2, 1, 3).reshape(1, TEXT, -1)
+
+
+def _latents(vae: Any) -> Tensor:
+    """The latents of all images, two images at a time."""
+    from diffusers import Flux2KleinPipeline
+
+    mean = vae.bn.running_mean.view(1, -1, 1, 1)
+    deviation = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+    vae.to("cuda")
+    parts = []
+    with torch.no_grad():
+        mean, deviation = mean.to("cuda"), deviation.to("cuda")
+        for _ in range(0, IMAGES, BATCH):
+            pixels = torch.zeros(BATCH, 3, 512, 512).to("cuda", torch.bfloat16)
+            latents = vae.encode(pixels).latent_dist.mode()
+            latents = Flux2KleinPipeline._patchify_latents(latents)
+            latents = (latents - mean) / deviation
+            parts.append(latents)
+    vae.to("cpu")
+    return torch.cat(parts, dim=0)
 
 
 class _Step:
