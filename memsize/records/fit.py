@@ -52,7 +52,7 @@ class FitRow:
     `standing` the part of `fixed` that the model and its training hold, by role. `looked` lists all sizes that were
     tried for the answer. Sizes have to be multiples of `step`. `refused` maps each size that the model failed with to
     the reason. `batch` is set in rows whose context length was searched for at several batches. `points` are the
-    sizes that ran, each with the least memory that it needs.
+    sizes that ran, each with the least memory that it needs; none are listed where `batch` is set.
     """
 
     scenario: str

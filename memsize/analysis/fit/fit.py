@@ -296,7 +296,8 @@ class FitWork(RemedyWork):
             raise
         if search.largest_run is None and variant.sequences is not None and start is not None:
             return replace(row, status="none")  # the end of a frontier, which is not shown
-        return row_of_search(search, row, linear=linear)
+        # Only answers of a single batch are drawn as a curve.
+        return row_of_search(search, row, linear=linear, points=variant.sequences is None)
 
 
 def _remedied(work: FitWork, rows: Sequence[FitRow], workers: Workers) -> Remedied | None:

@@ -47,9 +47,13 @@ def row_of_size(runs: RunCache, variant: RunVariant, row: FitRow, size: int) -> 
     )
 
 
-def row_of_search(search: Search, row: FitRow, *, linear: bool) -> FitRow:
-    """Complete `row` with the result of a search. `linear`: each further size adds as much memory as the one before."""
+def row_of_search(search: Search, row: FitRow, *, linear: bool, points: bool = True) -> FitRow:
+    """Complete `row` with the result of a search. `linear`: each further size adds as much memory as the one before.
+
+    Without `points`, the needs of sizes beside the answer, which take a replay or more each, are left out.
+    """
     low, high = search.largest_run, search.next_run
+    runs = sorted(search.runs.items()) if points else ()
     run = high or low
     return replace(
         row,
@@ -62,7 +66,7 @@ def row_of_search(search: Search, row: FitRow, *, linear: bool) -> FitRow:
         bind=limit_of(high, row.budget if low else None) if high else None,
         standing=_fixed_roles(run) if run else {},
         looked=search.measured,
-        points=tuple((size, run.needs(row.budget)) for size, run in sorted(search.runs.items())),
+        points=tuple((size, run.needs(row.budget)) for size, run in runs),
         step=search.step,
         refused=search.refused,
         monotone=search.monotone,
