@@ -241,9 +241,11 @@ class Forecast:
         self._amounts = [np.abs(run.flow.deltas.astype(np.float64)) for run in self.runs]
         self._exponents = _exponents(runs[0], powers) if len(runs) == 1 else None
         changes = [change for run in runs if (change := run.last_change) is not None]
-        self._decisive = 2 * max(changes) + 1 if changes else None
+        decisive = 2 * max(changes) + 1 if changes else len(self._flow)
+        self._decisive = decisive if decisive < len(self._flow) else None
         """How many events decide whether a size fits. Where memory stopped growing early in all runs, as it does in a
-        generation after the prompt, other sizes are replayed twice as far.
+        generation after the prompt, other sizes are replayed twice as far: a run that is short of memory later shows
+        it itself. None for all events.
         """
 
     def flow(self, size: int) -> AllocationEvents:
@@ -275,13 +277,7 @@ class Forecast:
         The bytes that tensors request give an upper limit. Below it sizes are replayed: all where that is quick, else a
         few, and then the edge is found by bisection around a guess.
         """
-        size = self._largest(capacity, most, step, least)
-        if self._decisive is not None and size > least:
-            self._decisive = None  # What is short of memory early stays so; what fits has to do so to the end.
-            return size if self.fits(size, capacity) else self._largest(capacity, most, step, least)
-        return size
 
-    def _largest(self, capacity: int, most: int, step: int, least: int) -> int:
         @cache
         def fits(multiple: int) -> bool:
             return self.fits(multiple * step, capacity)
