@@ -16,8 +16,8 @@ from memsize.depth.alignment import (
     Insertion as Insertion,
     Table as Table,
     extended as extended,
-    extended_values as extended_values,
     insertions as insertions,
+    origins as origins,
 )
 from memsize.depth.blocks import (
     FoldedPath as FoldedPath,

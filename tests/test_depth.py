@@ -20,9 +20,9 @@ from tests.deep import (
     Repetition,
     Table,
     extended,
-    extended_values,
     find_blocks,
     insertions,
+    origins,
     shorten,
 )
 
@@ -74,13 +74,14 @@ def test_a_segment_that_the_longer_table_has_once_more() -> None:
     ],
 )
 def test_tables_that_differ_by_more_than_repetition(shorter: str, longer: str) -> None:
-    assert extended_values(shorter, [longer], [5]) is None
+    assert origins(shorter, [longer], [5]) is None
 
 
 def test_a_repetition_needs_neighbours_on_both_sides() -> None:
     """Of one repetition nothing shows by how much its numbers change, nor of two on one side."""
-    assert extended_values("sabt", ["sababt"], [3]) is None
-    assert extended_values("sabababt", ["sababababt"], [3]) == tuple("sabababababababt"[:13] + "t")
+    assert origins("sabt", ["sababt"], [3]) is None
+    positions = origins("sabababt", ["sababababt"], [3])
+    assert positions is not None and "".join("sabababt"[n] for n in positions) == "sababababababt"
 
 
 def forward(blocks: int) -> list[Row]:
@@ -135,9 +136,11 @@ def test_sizes_that_grow_from_block_to_block() -> None:
 
 
 def test_values_are_extended_like_rows() -> None:
-    assert extended_values((1, 2, 2, 2, 3), [(1, 2, 2, 2, 2, 3)], [4]) == (1, *(2,) * 7, 3)
-    assert extended_values((), [()], [4]) == ()
-    assert extended_values((1, 2), [(2, 1)], [4]) is None
+    """Three equal blocks become seven: which of the three each is like does not matter."""
+    positions = origins((1, 2, 2, 2, 3), [(1, 2, 2, 2, 2, 3)], [4])
+    assert positions is not None and [(1, 2, 2, 2, 3)[n] for n in positions] == [1, *[2] * 7, 3]
+    assert origins((), [()], [4]) == []
+    assert origins((1, 2), [(2, 1)], [4]) is None
 
 
 def lines(keys: str) -> st.SearchStrategy[list[tuple[str, int, int]]]:

@@ -17,6 +17,7 @@ import memsize
 from memsize.cli import run
 from memsize.render import render
 from tests.deep import (
+    SCENARIOS,
     WIDTH,
     Block,
     Deep,
@@ -240,6 +241,35 @@ def test_generations(kind: str, options: dict[str, Any]) -> None:
     assert whole.extended_from == () and run.extended_from in SHORT
     assert_same(run, whole)
     assert extended.record.steps == of_all.record.steps
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_longer_prompt_takes_a_single_short_run(kind: str) -> None:
+    """The layers of Gemma 3 keep 4 tokens, but for every sixth: up to a prompt of 3 tokens all of them look alike."""
+    model, copies = TEXTS[kind](), []
+
+    def counted(setup: Any) -> Any:
+        copies.append(setup.model)
+        return setup
+
+    def prompt(length: int, _: Any) -> Any:
+        return (), {"input_ids": torch.zeros(1, length, dtype=torch.int64)}
+
+    with opened(ModelRequest.of(model, kwargs={"input_ids": IDS}, mode="eval")) as request:
+        runner, of_all = Runner(*request.run), Runner(*request.run, whole=True)
+        runs = []
+        for length in (2, 8, 16):
+            generation = Generation(prompt=length, max_new_tokens=2)
+            steps, whole = (GenerationSteps(generation, edits=(counted,)) for _ in range(2))
+            assert steps.proof is not None
+            runner.short_runs.whole_runs[steps.proof.kind] = 10
+            before = len(copies)
+            run = runner.run(steps, SCENARIOS["as-given"], resized=partial(prompt, length))
+            runs.append(len(copies) - before)
+            assert run.extended_from in SHORT
+            assert_same(run, of_all.run(whole, SCENARIOS["as-given"], resized=partial(prompt, length)))
+            assert steps.record.steps == whole.record.steps
+        assert runs[-1] == 1
 
 
 # -- several GPUs -----------------------------------------------------------------------------------------------------

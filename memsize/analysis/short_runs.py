@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
-from functools import cached_property, partial
-from typing import Final
+from functools import cache, cached_property, partial
+from typing import Final, NamedTuple
 
 import numpy as np
 from torch import nn
 
+from memsize.depth.alignment import origins
 from memsize.depth.blocks import SHORTEST, FoldedPath, ModelBlocks, find_blocks, one_more, shorten
 from memsize.depth.extension_plan import ExtensionPlan, structure_of
 from memsize.depth.trace_extension import NotRepeatedError, plan_extension
@@ -42,6 +43,28 @@ RunShort = Callable[[nn.Module], Trace]
 """Makes the run of a short model."""
 Counts = tuple[int, ...]
 """The periods of blocks in a model, by group of stacks."""
+Recorded = tuple[tuple[Hashable, ...], ...]
+"""The steps of a record."""
+
+
+class _Plan(NamedTuple):
+    """How runs of the whole model come from those of a short one: the plan of their traces, and for each step of their
+    records the positions in the short one's. `pattern` tells which values of that are equal.
+    """
+
+    of_trace: ExtensionPlan
+    pattern: Recorded
+    of_record: list[list[int]]
+
+
+class _ShortRun(NamedTuple):
+    trace: Trace
+    recorded: Recorded
+
+    @property
+    def pattern(self) -> Recorded:
+        """For each value of each step the position of the first that is equal."""
+        return tuple(tuple(map(step.index, step)) for step in self.recorded)
 
 
 class ShortRuns:
@@ -51,7 +74,7 @@ class ShortRuns:
         self._model = model
         self._copy = copy
         self._short: dict[Counts, nn.Module] = {}
-        self._plans = {length: deque[ExtensionPlan](maxlen=_MOST_PLANS) for length in _LENGTHS}
+        self._plans = {length: deque[_Plan](maxlen=_MOST_PLANS) for length in _LENGTHS}
         self._lengths: tuple[int, ...] = _LENGTHS
         """The lengths, beginning with one that was long enough."""
         self._refused: dict[Hashable, str] = {}
@@ -83,30 +106,31 @@ class ShortRuns:
         """
         if self.blocks is None or kind in self._refused:
             return None
-        runs: dict[Counts, Trace] = {}
 
-        def traced(counts: Counts) -> Trace:
-            if counts not in runs:
-                runs[counts] = run(self.model_with(counts))
-            return runs[counts]
+        @cache
+        def traced(counts: Counts) -> _ShortRun:
+            trace = run(self.model_with(counts))
+            return _ShortRun(trace, tuple(record.steps) if record else ())
 
         whole = self.blocks.repetition.counts
         try:
             for length in (length for length in self._lengths if length < min(whole)):
                 shorter = traced((length,) * len(whole))
-                structure = structure_of(shorter) if self._plans[length] else None
-                plan = next((plan for plan in self._plans[length] if plan.fits(structure)), None)
+                structure = structure_of(shorter.trace) if self._plans[length] else None
+                plans = (plan for plan in self._plans[length] if plan.of_trace.fits(structure))
+                plan = next((plan for plan in plans if plan.pattern == shorter.pattern), None)
                 try:
-                    if plan is None or record:
-                        plan = self._plan(traced, length)
+                    plan = plan or self._plan(traced, length)
                 except NotRepeatedError as error:
                     self._refused[kind] = str(error)
                     continue
-                if record is None or record.extend([count - length for count in whole]):
-                    self._refused.pop(kind, None)
-                    self._lengths = (length, *(other for other in _LENGTHS if other != length))
-                    host = self._host(traced, length) if shorter.host != UNUSED else UNUSED
-                    return replace(plan.applied(shorter), extended_from=(length, length + 1), host=host)
+                self._refused.pop(kind, None)
+                self._lengths = (length, *(other for other in _LENGTHS if other != length))
+                host = self._host(traced, length) if shorter.trace.host != UNUSED else UNUSED
+                if record is not None:
+                    steps = zip(shorter.recorded, plan.of_record, strict=True)
+                    record.steps = [tuple(step[position] for position in positions) for step, positions in steps]
+                return replace(plan.of_trace.applied(shorter.trace), extended_from=(length, length + 1), host=host)
         except NotRepeatedError as error:  # the short model itself, whatever its length
             self._refused[kind] = str(error)
             return None
@@ -115,29 +139,36 @@ class ShortRuns:
         self._refused.setdefault(kind, "the model is too short")
         return None
 
-    def _plan(self, traced: Callable[[Counts], Trace], length: int) -> ExtensionPlan:
+    def _plan(self, traced: Callable[[Counts], _ShortRun], length: int) -> _Plan:
         """Return how the run of the whole model comes from short ones. Raises `NotRepeatedError` if they don't tell."""
         assert self.blocks is not None
         repetition = self.blocks.repetition
         counts = (length,) * len(repetition.groups)
         shorter, longer = traced(counts), [traced(one_more(counts, group)) for group in range(len(counts))]
-        extend = partial(plan_extension, shorter, longer, repetition.with_counts(counts))
+        traces = shorter.trace, [run.trace for run in longer]
+        extend = partial(plan_extension, *traces, repetition.with_counts(counts))
         plan = extend(repetition.counts)
         if plan.has_grown and length + 2 <= min(repetition.counts):
             # Two sizes don't show that they grow by the same with each block, nor with each of two kinds.
             further = tuple(count + 2 for count in counts)
-            if different_part(extend(further).applied(shorter), traced(further)):
+            if different_part(extend(further).applied(shorter.trace), traced(further).trace):
                 raise NotRepeatedError("sizes don't grow by the same with each block")
-        self._plans[length].append(plan)
-        return plan
+        more = [count - length for count in repetition.counts]
+        recorded = zip(shorter.recorded, *(run.recorded for run in longer), strict=True)
+        of_record = [origins(first, others, more) for first, *others in recorded]
+        aligned = [positions for positions in of_record if positions is not None]
+        if len(aligned) < len(of_record):
+            raise NotRepeatedError("the caches of the short runs do not align")
+        self._plans[length].append(_Plan(plan, shorter.pattern, aligned))
+        return self._plans[length][-1]
 
-    def _host(self, traced: Callable[[Counts], Trace], length: int) -> HostUse:
+    def _host(self, traced: Callable[[Counts], _ShortRun], length: int) -> HostUse:
         """Return the host memory of the whole model, which grows by the same with each period."""
         assert self.blocks is not None
         whole = self.blocks.repetition.counts
         counts = (length,) * len(whole)
-        use = np.array(traced(counts).host)
-        more = (np.array(traced(one_more(counts, group)).host) - use for group in range(len(whole)))
+        use = np.array(traced(counts).trace.host)
+        more = (np.array(traced(one_more(counts, group)).trace.host) - use for group in range(len(whole)))
         return HostUse(
             *(use + sum(grown * (count - length) for grown, count in zip(more, whole, strict=True))).tolist()
         )

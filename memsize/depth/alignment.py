@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Integers = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
-
-Value = TypeVar("Value", bound=Hashable)
 
 _AHEAD = 8
 """How many rows at the least go on alike behind a segment that is tried first."""
@@ -153,14 +151,14 @@ def _growth(shorter: Table, longer: Table, segments: Sequence[Insertion]) -> Int
     return growth
 
 
-def extended_values(
-    shorter: Sequence[Value], longer: Sequence[Sequence[Value]], blocks: Sequence[int]
-) -> tuple[Value, ...] | None:
-    """Return the values of a model that has more blocks than that of `shorter`, as `extended` does."""
-    numbers: dict[Value, int] = {}
+def origins(
+    shorter: Sequence[Hashable], longer: Sequence[Sequence[Hashable]], blocks: Sequence[int]
+) -> list[int] | None:
+    """Return which of the values of `shorter` each value of a model with more blocks is like, as `extended` does."""
+    numbers: dict[Hashable, int] = {}
     first, *others = (
         Table(np.array([numbers.setdefault(value, len(numbers)) for value in values]), np.zeros((len(values), 0), int))
         for values in (shorter, *longer)
     )
-    result, values = extended(first, others, blocks), list(numbers)
-    return None if result is None else tuple(values[number] for number in result.keys)
+    result = extended(first, others, blocks)
+    return None if result is None else result.origin.tolist()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -21,15 +21,9 @@ class Proof(NamedTuple):
 
 
 class Record(Protocol):
-    """Data that runs record beside their traces."""
+    """Data that a run records beside its trace: for each of its `steps`, values that blocks add to in their order."""
 
-    def extend(self, blocks: Sequence[int]) -> bool:
-        """Add the record of a model that has more blocks, of each kind as many as `blocks` says. Of the last records
-        one is that of a model with fewer, and those behind it are of models with one more of each kind.
-
-        Returns False where they do not differ by repetition alone.
-        """
-        ...
+    steps: list[Any]
 
 
 class Workload(Protocol):

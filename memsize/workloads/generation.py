@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -18,7 +18,6 @@ from weakref import ref
 import torch
 from torch import nn
 
-from memsize.depth.alignment import extended_values
 from memsize.errors import InputError
 from memsize.known_values.values import MAX_INTEGER_ELEMENTS, set_constant, set_filled
 from memsize.model.input_tensors import ModelInputs, input_tensors, resized_call
@@ -50,32 +49,14 @@ Prompts = Callable[[int], ModelInputs]
 
 
 class CacheRecord:
-    """The contents of the cache after each forward (0: the prefill), in the latest of some runs of a generation."""
+    """The contents of the cache after each forward (0: the prefill), in the latest run of a generation."""
 
     def __init__(self) -> None:
-        self._runs: list[list[tuple[CachedLayer, ...]]] = []
-
-    @property
-    def steps(self) -> list[tuple[CachedLayer, ...]]:
-        """The caches of the latest run."""
-        return self._runs[-1]
-
-    def begin(self) -> None:
-        """Begin another run."""
-        self._runs.append([])
+        self.steps: list[tuple[CachedLayer, ...]] = []
 
     def add(self, number: int, layers: tuple[CachedLayer, ...]) -> None:
         """Record the cache after forward `number`; a later part of a prefill takes the place of an earlier one."""
-        self._runs[-1][number:] = [layers]
-
-    def extend(self, blocks: Sequence[int]) -> bool:
-        shorter, *longer = self._runs[-1 - len(blocks) :]
-        steps = [extended_values(first, others, blocks) for first, *others in zip(shorter, *longer, strict=True)]
-        whole = [layers for layers in steps if layers is not None]
-        if len(whole) < len(steps):
-            return False
-        self._runs.append(whole)
-        return True
+        self.steps[number:] = [layers]
 
 
 class _Enough(BaseException):
@@ -241,7 +222,7 @@ class _Steps:
         self.prefills = generation.prefills
         self.steps = steps
         self.record = record
-        record.begin()
+        record.steps = []
         self.begun = 0
         """How many forwards have begun, or the proposals for them."""
         self.proposed = False
