@@ -117,6 +117,16 @@ def test_every_copy_is_the_first(name: str) -> None:
     assert not (things(first) | things(second)) & things(model)
 
 
+def test_a_copy_without_some_modules_keeps_what_others_hold_too() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+    model[0][1] = model[1][1]
+    copied = MetaCopier(model).copy([model[1]])
+    assert [name for name, _ in copied.named_modules()] == ["", "0", "0.0", "0.1", "1", "2", "2.0", "2.1"]
+    assert [type(child) for child in copied] == [nn.Sequential, nn.Module, nn.Sequential]
+    assert type(copied[0][1]) is nn.ReLU and copied[0][1] is not model[0][1]
+    assert sum(parameter.numel() for parameter in copied.parameters()) == 2 * (4 * 4 + 4)
+
+
 def test_copies_keep_their_own_ties_and_views() -> None:
     copier = MetaCopier(shared_views())
     copier.copy()

@@ -8,7 +8,7 @@ workload whose short runs do not differ by repetition alone.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import cache, cached_property, partial
 from typing import Final, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 
 from memsize.depth.alignment import origins
-from memsize.depth.blocks import SHORTEST, FoldedPath, ModelBlocks, find_blocks, one_more, shorten
+from memsize.depth.blocks import SHORTEST, FoldedPath, ModelBlocks, find_blocks, one_more, shorten, superfluous
 from memsize.depth.extension_plan import ExtensionPlan, structure_of
 from memsize.depth.trace_extension import NotRepeatedError, plan_extension
 from memsize.errors import MemsizeError
@@ -68,9 +68,9 @@ class _ShortRun(NamedTuple):
 
 
 class ShortRuns:
-    """The repeated blocks of one model, whose meta copies `copy` makes, and its short models."""
+    """The repeated blocks of one model, and its short models. `copy` makes meta copies of it without some modules."""
 
-    def __init__(self, model: nn.Module, copy: Callable[[], nn.Module]) -> None:
+    def __init__(self, model: nn.Module, copy: Callable[[Iterable[nn.Module]], nn.Module]) -> None:
         self._model = model
         self._copy = copy
         self._short: dict[Counts, nn.Module] = {}
@@ -234,7 +234,7 @@ class ShortRuns:
         """Return the model with as many periods of each group of blocks."""
         if counts not in self._short:
             assert self.blocks is not None
-            self._short[counts] = self._copy()
+            self._short[counts] = self._copy(superfluous(self._model, self.blocks, counts))
             shorten(self._short[counts], self.blocks, counts)
         return self._short[counts]
 

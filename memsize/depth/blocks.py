@@ -164,6 +164,13 @@ def _runs(common: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
         start = position - period + 1
 
 
+def superfluous(model: nn.Module, blocks: ModelBlocks, counts: Sequence[int]) -> Iterator[nn.Module]:
+    """Yield the blocks of the whole `model` that `shorten` takes out of a copy."""
+    for group, count in zip(blocks.groups, counts, strict=True):
+        for stack in group:
+            yield from list(model.get_submodule(stack.path).children())[stack.repeated.beyond(count)]
+
+
 def shorten(model: nn.Module, blocks: ModelBlocks, counts: Sequence[int]) -> None:
     """Leave as many periods of each group of blocks in `model`, a copy. Blocks behind them, lists with an item for each
     block and the number of layers in a config are as if the model had been built so.
@@ -172,7 +179,7 @@ def shorten(model: nn.Module, blocks: ModelBlocks, counts: Sequence[int]) -> Non
     for group, count in zip(blocks.groups, counts, strict=True):
         for stack in group:
             repeated = stack.repeated
-            without = slice(repeated.start + repeated.period * count, repeated.stop)
+            without = repeated.beyond(count)
             removed.setdefault(repeated.stop + repeated.behind, without)
             holder, fewer = model.get_submodule(stack.path), without.stop - without.start
             children = list(holder.children())
@@ -248,6 +255,10 @@ class RepeatedBlocks:
     def stop(self) -> int:
         """The number behind the last period."""
         return self.start + self.period * self.count
+
+    def beyond(self, count: int) -> slice:
+        """The numbers of the blocks that a model with `count` periods lacks."""
+        return slice(self.start + self.period * count, self.stop)
 
     def fold(self, path: str) -> tuple[FoldedPath, int]:
         """Return `path` without the number of its child, and that number; children before the first period keep it."""

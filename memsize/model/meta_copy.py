@@ -15,7 +15,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -82,8 +82,10 @@ class MetaCopier:
         self._model = model
         self._learned = _Learned()
 
-    def copy(self) -> nn.Module:
-        """A new copy, as `meta_copy` makes it."""
+    def copy(self, without: Iterable[nn.Module] = ()) -> nn.Module:
+        """A new copy, as `meta_copy` makes it. Modules `without` which it is to be, and what only they hold, are not
+        copied: an empty module takes the place of each.
+        """
         for module in () if self._learned.modules else paths_of(self._model):
             parts = (module, *module.parameters(recurse=False), *module.buffers(recurse=False))
             if any(_SHARDED & {kind.__name__ for kind in type(part).__mro__} for part in parts):
@@ -91,7 +93,9 @@ class MetaCopier:
                     f"{type(module).__name__} holds shards of its parameters: pass the model as it is before it is "
                     "sharded, and shard it in the step of memsize.trace(…, world=…, step=…)"
                 )
-        return _Copy(self._learned).module(inside(self._model))
+        copying, left_out = _Copy(self._learned), tuple(without)
+        copying.memo.update((id(module), nn.Module()) for module in left_out)
+        return copying.module(inside(self._model), left_out)
 
 
 def in_mode(model: nn.Module, training: bool) -> nn.Module:
@@ -147,8 +151,8 @@ class _Copy:
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
-    def module(self, model: nn.Module) -> nn.Module:
-        originals = [module for module in map(inside, paths_of(model)) if id(module) not in self.memo]
+    def module(self, model: nn.Module, without: Iterable[nn.Module] = ()) -> nn.Module:
+        originals = [module for module in map(inside, paths_of(model, without)) if id(module) not in self.memo]
         # An empty copy first: attributes may refer to any module, including their own owner.
         for module in originals:
             if id(module) in self.memo:
