@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,6 +86,23 @@ def test_beyond_two_gibibytes_halves_are_reduced_one_after_the_other() -> None:
     assert kernel_scratch(A100, _aten.sum.dim_IntList, meta(2**20, 1024), BIAS) == taken
     taken = [4 * 1024, 4 * 1024 * 1024 * 32 * 4, 4 * 8]
     assert kernel_scratch(A100, _aten.sum.dim_IntList, meta(2**21, 1024, dtype=torch.half), BIAS) == taken
+
+
+def test_a_bias_of_a_convolution_is_summed_over_pixels_in_the_format_of_the_convolution() -> None:
+    last: Any = {"device": "meta", "memory_format": torch.channels_last}
+    row_major: Any = {"device": "meta"}
+    settings = [1024], [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    backward = _aten.convolution_backward.default
+    for layout, bias, taken in (
+        # 8 × 32 × 32 pixels of 1,024 channels are the 8,192 rows of the gradient above.
+        (last, True, [4 * 1024 * 128 * 32 * 4, 4 * 8]),
+        # 1,024 rows of 32 × 32 in each of 8 images: 1,024 blocks of one channel.
+        (row_major, True, []),
+        (last, False, []),
+    ):
+        grad, image = (torch.empty(8, channels, 32, 32, **layout) for channels in (1024, 4))
+        kernel = torch.empty(1024, 4, 1, 1, **layout)
+        assert kernel_scratch(A100, backward, grad, image, kernel, *settings, [True, True, bias]) == taken
 
 
 def test_a_step_takes_it_on_a_gpu_with_as_many_multiprocessors() -> None:

@@ -799,6 +799,37 @@ def test_heads_that_share_keys_have_gradients_of_their_own_inside() -> None:
     assert taken[-2:] == [2 * 2 * 24 * 8 * 64] * 2 and len(taken) == 4
 
 
+# cuda/Indexing.cu, `index_put_with_sort_kernel`: places, their order, and both sorted; CUB's sort has another copy of
+# both where the places have more than 8 bits and more than 256 × 9 pairs are sorted.
+@pytest.mark.parametrize(
+    ("shape", "indices", "values", "taken"),
+    [
+        pytest.param((8192, 64), [(2305,)], (2305, 64), [8 * 2305] * 4 + [16 * 2305], id="13 bits"),
+        pytest.param((256, 64), [(2305,)], (2305, 64), [8 * 2305] * 4, id="8 bits"),
+        pytest.param((8192, 64), [(2304,)], (2304, 64), [8 * 2304] * 4, id="one block sorts them"),
+        pytest.param((8, 300, 4), [None, (50, 50)], (8, 50, 50, 4), [8 * 2500] * 4 + [16 * 2500], id="9 bits of 300"),
+        pytest.param((64, 64), [(5, 1), (7,)], (5, 7), [8 * 35] * 4, id="two together"),
+        pytest.param((8, 9, 7), [(5,), None, (5,)], (5, 9), [4 * 504, *[8 * 5] * 4], id="apart: the tensor is copied"),
+        pytest.param((64, 9), [(5,)], (1, 9), [4 * 45, *[8 * 5] * 4], id="values that are expanded"),
+        pytest.param((64, 9), [None, None], (1, 9), [], id="nothing indexed"),
+    ],
+)
+def test_adding_by_index_sorts_the_indices(
+    shape: tuple[int, ...], indices: list[tuple[int, ...] | None], values: tuple[int, ...], taken: list[int]
+) -> None:
+    places = [None if index is None else meta(*index, dtype=torch.int64) for index in indices]
+    put, arguments = torch.ops.aten.index_put_.default, (meta(*shape), places, meta(*values))
+    assert [each.bytes for each in kernel_temporaries(put, (*arguments, True))] == taken
+    assert not kernel_temporaries(put, arguments)
+
+
+def test_adding_under_a_mask_sorts_as_many_places_as_there_are_values() -> None:
+    put, mask = torch.ops.aten.index_put_.default, meta(8, 16, dtype=torch.bool)
+    for values, pairs in (((5, 32), 5), ((0, 32), 0)):
+        taken = kernel_temporaries(put, (meta(8, 16, 32), [mask], meta(*values), True))
+        assert [each.bytes for each in taken] == [8 * 5] * 4 * (pairs > 0)
+
+
 # cuda/EmbeddingBackwardKernel.cu: `max_partial_segment = numel / NROWS_PER_THREAD + max_segments`
 @pytest.mark.parametrize(
     ("tokens", "table", "sums"), [(3072, 1000, 0), (4096, 1000, 409 + 1000), (4096, 50_000, 409 + 4096)]

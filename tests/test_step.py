@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -452,6 +453,45 @@ def test_gradients_are_summed_in_place_where_the_engine_does_so() -> None:
     assert sums.count("aten::add_") > 3  # or this would show nothing
     step = memsize.trace(Branches(), x, step=lambda model: lambda x: model(x).sum().backward(), steps=1)
     assert [storage.op for storage in step.trace.storages].count("add") == sums.count("aten::add")
+
+
+_ROWS, _TARGET = torch.zeros(8, dtype=torch.int64), torch.zeros(64, 64)
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "index": lambda w: w[_ROWS],
+    "index_select": lambda w: w.index_select(0, _ROWS),
+    "gather": lambda w: w.gather(0, _ROWS[None]),
+    "take": lambda w: w.take(_ROWS),
+    "max": lambda w: w.max(1).values,
+    "median": lambda w: w.median(1).values,
+    "topk": lambda w: w.topk(4).values,
+    "sort": lambda w: w.sort(1).values,
+    "cummax": lambda w: w.cummax(1).values,
+    "trace": lambda w: w.trace(),
+    "logits": lambda w: binary_cross_entropy_with_logits(w, _TARGET),
+    "weighted": lambda w: binary_cross_entropy_with_logits(w, _TARGET, _TARGET, pos_weight=_TARGET[0]),
+    "not in place": lambda w: (w * w).sub(_TARGET).mul(w).sum(),
+}
+
+
+@pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS)
+def test_formulas_of_autograd_write_into_results_of_their_own(formula: Callable[[Tensor], Tensor]) -> None:
+    """A backward allocates as many matrices as a real one, in the order of the profiler."""
+    size = 4 * 64 * 64
+    output = formula(torch.zeros(64, 64, requires_grad=True))
+    gradient = torch.ones_like(output)
+
+    def step(model: nn.Module) -> Callable[[Tensor], None]:
+        return lambda x: (output := model(x)).backward(torch.ones_like(output))
+
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        output.backward(gradient)
+    real = [event.self_cpu_memory_usage for event in profile.events() if event.self_cpu_memory_usage >= size]
+    layer = nn.Linear(64, 64, bias=False)
+    layer.forward = lambda _: formula(layer.weight)  # type: ignore[method-assign]
+    trace = memsize.trace(layer, (64,), step=step, steps=1).trace
+    backward = {number for number, phase in enumerate(trace.phases) if phase.startswith("backward")}
+    taken = [event for event in trace.events if event.phase in backward and event.delta >= size]
+    assert [event.delta for event in taken if event.op != "ones_like"] == real
 
 
 def test_gradient_accumulation_keeps_the_peak_and_repeats_the_backward() -> None:

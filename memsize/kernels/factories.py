@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from math import ceil
-from typing import Any
+from math import ceil, prod
+from typing import Any, Final
 
 import torch
 
@@ -255,3 +255,49 @@ def _index_added(tensor: Any, dim: int, index: Any, source: Any, **_: Any) -> An
     dim %= rank
     expected = (*tensor.shape[:dim], len(index), *tensor.shape[dim + 1 :])
     return empty(tensor.shape, tensor.dtype) if tuple(source.shape) == expected else NotImplemented
+
+
+_TILE: Final = 256 * 9
+"""Up to so many pairs of 16 bytes one block of CUB's sort takes, in its own memory (dispatch_radix_sort.cuh)."""
+_BITS_OF_PASS: Final = 8
+_MASKS: Final = (torch.bool, torch.uint8)
+
+
+@temporaries_of(_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+def _sorted_before_adding(
+    tensor: Any, indices: Any, values: Any, accumulate: bool = False, *_: Any
+) -> Iterator[Temporary]:
+    """Sorting brings values of one place together: places and their order, before and after, and in CUB another copy of
+    both where one pass over the bits of a place is not enough (cuda/Indexing.cu `index_put_with_sort_kernel`).
+
+    Known limit: CUB's own counters, less than 2 % of its copies.
+    """
+    indexed = [dim for dim, _ in _indexed(indices)]
+    if not accumulate or not indexed:
+        return
+    shapes = [index.shape for _, index in _indexed(indices)]
+    apart = prod(size for dim, size in enumerate(tensor.shape) if dim not in indexed)
+    masked = any(index.dtype in _MASKS for index in indices if index is not None)
+    elements = values.numel() if masked else prod(torch.broadcast_shapes(*shapes)) * apart
+    if not elements:
+        return
+    adjacent = indexed[-1] - indexed[0] == len(indexed) - 1
+    after = prod(tensor.shape[indexed[-1] + 1 :]) if adjacent else apart
+    if values.numel() < elements or not values.is_contiguous():
+        yield Temporary((elements,), values.dtype)
+    if not adjacent or not tensor.is_contiguous():
+        yield Temporary(tuple(tensor.shape), tensor.dtype)
+    pairs = elements // apart
+    yield from [Temporary((pairs,), torch.int64)] * 4
+    if pairs > _TILE and (tensor.numel() // after - 1).bit_length() > _BITS_OF_PASS:
+        yield Temporary((2 * pairs,), torch.int64)
+
+
+def _indexed(indices: Any) -> Iterator[tuple[int, Any]]:
+    """The dimensions that are indexed, and by what: a mask stands for as many as it has."""
+    dim = 0
+    for index in indices:
+        width = 1 if index is None or index.dtype not in _MASKS else index.dim()
+        if index is not None:
+            yield from ((dim + at, index) for at in range(width))
+        dim += width

@@ -3,8 +3,7 @@
 A block that has several outputs asks for its width times as much as it writes. The sum of a gradient of 8,192 × 1,024
 numbers, as it is the gradient of a bias, takes 64 MiB on an A100 where its result has 4 KiB.
 
-Known limits: the reductions inside other kernels, such as the bias of a convolution; releases whose sums load four
-16-bit numbers at once, not eight.
+Known limits: most reductions inside other kernels; releases whose sums load four 16-bit numbers at once, not eight.
 
 Source: aten/src/ATen/native/cuda/Reduce.cuh (`setReduceConfig`, `global_memory_size`, `semaphore_size`,
 `gpu_reduce_kernel`) and the Reduce*.cu beside it; aten/src/ATen/TensorIterator.cpp (`reorder_dimensions`,
@@ -20,8 +19,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from memsize.kernels.convolution import BACKWARD, suggests_last
 from memsize.kernels.reductions import Dims
 from memsize.kernels.registry import Temporary, reduction_of
+from memsize.kernels.tensors import formatted
 from memsize.records.gpu import Multiprocessors
 
 _aten = torch.ops.aten
@@ -83,6 +84,16 @@ def _extreme(tensor: Tensor, dims: Dims = None, *_: Any) -> Reduction:
 @reduction_of(_aten.var.correction, _aten.std.correction, _aten.var_mean.correction)
 def _variance(tensor: Tensor, dims: Dims = None, *_: Any) -> Reduction:
     return Reduction(tensor, dims, tensor.dtype.itemsize, _WELFORD * (2 if tensor.dtype.itemsize == 8 else 1), 2)
+
+
+@reduction_of(BACKWARD)
+def _bias_of_convolution(grad: Tensor, tensor: Tensor, weight: Tensor, *others: Any) -> Reduction:
+    """The gradient of a bias is summed up last, from the gradient in the convolution's memory format (Convolution.cpp,
+    `convolution_backward`).
+    """
+    *_, (_, _, has_bias) = others
+    shape = tuple(grad.shape) if has_bias else (0,)
+    return _summed(formatted(shape, grad.dtype, has_bias and suggests_last(tensor, weight)), [0, *range(2, len(shape))])
 
 
 def scratch(reduction: Reduction, gpu: Multiprocessors) -> Iterator[Temporary]:

@@ -3,11 +3,8 @@
 It is a `TorchDispatchMode` below autograd. The result of an op comes from a rule of `memsize.kernels` where there
 is one, otherwise from PyTorch's `meta` kernel, and from one run on the CPU where PyTorch has none.
 
-Where several gradients of one tensor meet, autograd's engine adds each to the sum so far: in place, if nothing else
-holds that sum or its memory, but never while a dispatch mode looks on or for `meta` tensors
-(torch/csrc/autograd/input_buffer.cpp `accumulate`, `can_accumulate_inplace`; ATen/TensorSubclassLikeUtils.h). So the
-mode does it. Known limit: a sum of intermediate results inside a formula of autograd, such as that of atan2, looks the
-same.
+Autograd runs some ops in place on a GPU, but out of place while a mode looks on; the mode runs them in place
+(`memsize.tracing.in_place`).
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import repeat
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -30,7 +27,6 @@ from memsize.kernels.convolution import BACKWARD, FORWARD
 from memsize.kernels.matmul import CUBLAS, CUBLASLT
 from memsize.kernels.multiply_adds import formula_of
 from memsize.kernels.registry import COPIES, LAST_FIRST, REDUCTIONS, RESULT_FIRST, SAME_DTYPE, TEMPORARIES, refuse_mixed
-from memsize.kernels.strides import is_dense
 from memsize.known_values.evaluation import SPECIAL, Evaluator
 from memsize.known_values.op_traits import traits_of
 from memsize.known_values.propagation import carry_over, propagate, tell_sign
@@ -38,12 +34,11 @@ from memsize.known_values.values import state_of
 from memsize.processes.patches import assigned
 from memsize.torch_internals.pytree import arguments_in
 from memsize.torch_internals.sparse_tensors import with_parts
+from memsize.tracing.in_place import IN_PLACE, is_written_in_place, owners_of_sum
 from memsize.tracing.overrides import compilation, overridden
 
-ADD = torch.ops.aten.add.Tensor
 DETACH = torch.ops.aten.detach.default
 _CLONE = torch.ops.aten.clone.default
-_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _SINGLE: dict[str, Any] = {
     f"aten::_foreach_{name}": getattr(torch.ops.aten, {"norm": "linalg_vector_norm"}.get(name, name))
     for name in "add add_ sub sub_ mul mul_ div div_ neg neg_ zero_ copy_ norm".split()
@@ -58,6 +53,7 @@ class OpFacts:
 
     def __init__(self, func: Any) -> None:
         self.name: str = func._overloadpacket.__name__
+        self.in_place = IN_PLACE.get(func)
         self.rule = rules()[func]
         self.sparse_rule = sparse_rules()[func]
         self.traits = traits_of(func)
@@ -103,7 +99,7 @@ class MetaDispatchMode(TorchDispatchMode):
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        _owners_of_sum()
+        owners_of_sum()
         self.device = torch.device(device)
         self.evaluator = Evaluator()
         self._computes = device != "meta"
@@ -134,9 +130,9 @@ class MetaDispatchMode(TorchDispatchMode):
         """The result of `func`, with its constants beside it. `op` are its facts, where they were looked up."""
         if func is _CLONE and args[0].layout is torch.sparse_coo and _is_new_gradient(args[0]):
             return with_parts(args[0], lambda part: part)
-        if func is ADD and _is_summed_in_place(args, kwargs):
-            return self.run_op(_ADD_IN_PLACE, args, kwargs)
         op = op or self.op_facts[func]
+        if op.in_place is not None and not kwargs and is_written_in_place(op.in_place, args):
+            return self.run_op(op.in_place.op, args, kwargs)
         if op.single is not None:
             lists = [items for items in args[:2] if isinstance(items, (list, tuple))]
             if any(isinstance(e, Tensor) and e.layout is torch.sparse_coo for items in lists for e in items):
@@ -160,57 +156,6 @@ class MetaDispatchMode(TorchDispatchMode):
         if self.evaluator.lenient and op.traits.comparison is not None:
             tell_sign(op.traits, args, result)
         return result
-
-
-class _Owners(NamedTuple):
-    """Numbers of references to a tensor and to its storage, those of the call that looks among them."""
-
-    tensor: int
-    wrapper: int
-    storage: int
-
-
-def _is_summed_in_place(args: Any, kwargs: Any) -> bool:
-    """Whether `ADD` is called by the engine with a sum that only it holds."""
-    if torch.is_grad_enabled() or kwargs or len(args) != 2 or torch._C._current_autograd_node() is None:
-        return False
-    if not all(isinstance(operand, Tensor) for operand in args):
-        return False
-    fits = args[0].shape == args[1].shape and args[0].dtype is args[1].dtype and args[0].layout is torch.strided
-    return fits and is_dense(args[0].shape, args[0].stride()) and _owners(args) == _owners_of_sum()
-
-
-def _owners(args: Any) -> _Owners | None:
-    if not hasattr(Tensor, "_use_count"):
-        return None
-    storage = args[0].untyped_storage()._cdata
-    return _Owners(args[0]._use_count(), sys.getrefcount(args[0]), torch._C._storage_Use_Count(storage))
-
-
-@cache
-def _owners_of_sum() -> _Owners:
-    """The references to a sum that only the engine holds, counted in a small backward outside of any run.
-
-    On the CPU: kernels of `meta` tensors in Python import torch._dynamo, which takes as long as importing torch.
-    """
-    look = _Look()  # type: ignore[no-untyped-call]
-    with torch.inference_mode(False), torch.enable_grad(), look:
-        tensor = torch.zeros(2, requires_grad=True) * 2
-        (tensor * 2 + tensor * 3).sum().backward()
-    return look.owners
-
-
-class _Look(TorchDispatchMode):
-    owners = _Owners(0, 0, 0)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ADD and not torch.is_grad_enabled():
-            self.owners = _owners(args) or self.owners
-        return func(*args, **(kwargs or {}))
 
 
 def _is_new_gradient(tensor: Tensor) -> bool:
