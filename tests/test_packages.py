@@ -175,6 +175,25 @@ from flash_attn_interface import flash_attn_func as third, flash_attn_qkvpacked_
 """
 
 
+def test_flash_attn_gathers_parts_and_has_functions_of_einops(tmp_path: Path) -> None:
+    """As OpenRLHF imports them."""
+    (tmp_path / "einops.py").write_text("def rearrange(tensor, pattern):\n    return tensor.t()\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from flash_attn.bert_padding import rearrange\n"
+        "from flash_attn.utils.distributed import all_gather\n"
+        "torch.distributed.init_process_group('nccl')\n"
+        "part = torch.empty(16, 8, device='cuda', requires_grad=True)\n"
+        "whole = all_gather(part, torch.distributed.group.WORLD)\n"
+        "whole.sum().backward()\n"
+        "assert whole.shape == (32, 8) and part.grad.shape == (16, 8)\n"
+        "assert rearrange(part, 'a b -> b a').shape == (8, 16)\n"
+    )
+    trace = memsize.run(script, gpu="a100", gpus=2).trace
+    assert {collective.kind for collective in trace.collectives} == {"all-gather", "reduce-scatter"}
+
+
 @pytest.mark.parametrize("heads", [8, 2])
 def test_the_third_flash_attention_sums_shared_heads_in_float32(figures: Figures, heads: int) -> None:
     shapes = f"(2, 1000, 8, 64), (2, 1000, {heads}, 64), (2, 1000, {heads}, 64)"

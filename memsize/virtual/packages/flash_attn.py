@@ -4,16 +4,19 @@ Kept for backward are queries, keys, values, the output, a sum for each row and 
 backward the gradients of a packed tensor are one tensor, beside the query's gradient in float32.
 
 Source: flash-attention 2.8, `flash_attn/flash_attn_interface.py` and `csrc/flash_attn/flash_api.cpp` (`mha_fwd`,
-`mha_varlen_bwd` …). Known limit: accumulators of few queries whose keys are split over the GPU are not counted.
+`mha_varlen_bwd` …), `flash_attn/utils/distributed.py`. Known limit: accumulators of few queries whose keys are split
+over the GPU are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn import functional
 
 _BLOCK: Final = 128
@@ -164,6 +167,19 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return padded.index_put((indices,), hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
 
 
+def _of_einops(name: str) -> Callable[..., Any]:
+    """A function that the package has from einops, on which it depends."""
+    return lambda *args, **options: getattr(importlib.import_module("einops"), name)(*args, **options)
+
+
+def all_gather(input_: Tensor, process_group: Any) -> Tensor:
+    """The parts of all processes of a group in one tensor, whose gradients are summed for each."""
+    # PyTorch 2.13 has renamed it.
+    newer = getattr(functional_collectives, "all_gather_single_autograd", None)
+    gathered: Tensor = (newer or functional_collectives.all_gather_tensor_autograd)(input_, 0, process_group)
+    return gathered
+
+
 _FUNCTIONS: Final = {
     function.__name__: function
     for function in (
@@ -183,5 +199,8 @@ MODULES: Final[dict[str, dict[str, Any]]] = {
         "index_first_axis": index_first_axis,
         "pad_input": pad_input,
         "unpad_input": unpad_input,
+        **{name: _of_einops(name) for name in ("rearrange", "repeat")},
     },
+    "flash_attn.utils": {},
+    "flash_attn.utils.distributed": {"all_gather": all_gather},
 }
