@@ -746,6 +746,35 @@ print(json.dumps(sizes))
     assert sizes == [2 * 4 * MiB, 2 * 2 * MiB, 2 * MiB, 0]
 
 
+def test_the_kernels_of_deepspeeds_optimizers_need_not_be_built(figures: Figures, tmp_path: Path) -> None:
+    """As its FusedAdam loads them and calls them: state in the dtype of the parameter, updated in place."""
+    package = tmp_path / "deepspeed" / "ops" / "op_builder"
+    package.mkdir(parents=True)
+    for folder in (package, *package.parents[:2]):
+        (folder / "__init__.py").write_text("")
+    (package / "builder.py").write_text(
+        "class OpBuilder:\n"
+        "    def __init__(self, name):\n        self.name = name\n"
+        "    def load(self, verbose=False):\n        raise RuntimeError(f'no compiler for {self.name}')\n"
+    )
+    line = f"""
+sys.path.insert(0, {str(tmp_path)!r})
+builder = importlib.import_module("deepspeed.ops.op_builder.builder")
+weight = torch.empty(1024, 1024, dtype=torch.bfloat16, device="cuda")
+state = [torch.zeros_like(weight) for _ in range(2)]
+before = torch.cuda.memory_allocated()
+kernels = builder.OpBuilder("fused_adam").load()
+kernels.multi_tensor_adam(65536, torch.zeros(1), [[weight], [weight], *([moment] for moment in state)], 1e-3)
+builder.OpBuilder("cpu_adam").load(verbose=True).create_adam(0, 1e-3)
+try:
+    builder.OpBuilder("transformer").load()
+except RuntimeError as error:
+    print(json.dumps([str(error), torch.cuda.memory_allocated() - before]))
+"""
+    answer, _ = figures("import importlib, json, sys, torch\n", line)
+    assert answer == ["no compiler for transformer", 0]
+
+
 def test_libraries_find_that_a_package_is_not_there(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -121,7 +121,7 @@ def test_an_extension_that_wants_tensors_of_cuda(tmp_path: Path) -> None:
     assert sentence.startswith("The CUDA extension that train.py:1 calls needs a real GPU: ")
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "vllm", "deepspeed", "apex", "xformers", "mamba_ssm"])
+@pytest.mark.parametrize("name", ["flash_attn", "vllm", "apex", "xformers", "mamba_ssm"])
 def test_packages_of_cuda_kernels_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
     needed, sentence = said(tmp_path, f"import torch\nfrom {name} import anything\n")
@@ -129,7 +129,7 @@ def test_packages_of_cuda_kernels_are_named(tmp_path: Path, monkeypatch: pytest.
     assert sentence == f"train.py:2 needs {name}, which is made for a real GPU: {needed.instead}."
 
 
-@pytest.mark.parametrize("name", ["bitsandbytes", "fla", "liger_kernel", "some_tracker"])
+@pytest.mark.parametrize("name", ["bitsandbytes", "deepspeed", "fla", "liger_kernel", "some_tracker"])
 def test_packages_that_only_have_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     class Missing:
         """Keeps the package from being found, also where it is installed."""

@@ -288,7 +288,7 @@ _INSTEAD: Final = {
     "apex": "use torch.optim.AdamW for FusedAdam, torch.nn.LayerNorm for FusedLayerNorm, torch.autocast for amp",
     "bitsandbytes": 'set optim="adamw_torch", and load the model without a quantization_config',
     "causal_conv1d": _MAMBA,
-    "deepspeed": 'set "torch_adam": true in the optimizer\'s params of its config: its ZeRO runs without a GPU then',
+    "deepspeed": "use its Adam, Adagrad or Lion, whose kernels are simulated",
     "flash_attn": _SDPA,
     "flash_attn_interface": _SDPA,
     "fla": "install Triton beside it: its own code runs, and its kernels are simulated",
@@ -301,7 +301,7 @@ _INSTEAD: Final = {
     "xformers": "use torch.nn.functional.scaled_dot_product_attention, as diffusers and transformers do without it",
 }
 """Packages of CUDA kernels, and what does the same, with about the same memory, in ops of PyTorch."""
-_TRIED: Final = frozenset(("bitsandbytes", "fla", "liger_kernel"))
+_TRIED: Final = frozenset(("bitsandbytes", "deepspeed", "fla", "liger_kernel"))
 """Those of them that train without a GPU once they are installed: where one is missing, that alone is the reason."""
 _RAISED: Final = (ImportError, RuntimeError, OSError, AssertionError)
 """What such packages raise without a GPU; other errors are the program's own."""

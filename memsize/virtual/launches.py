@@ -1,10 +1,11 @@
 """Launches that a virtual GPU leaves out: CUDA graphs, which run eagerly instead, and kernels outside of PyTorch.
 
 Code inside a capture runs at once, and allocates from the ordinary memory pool. A kernel of Triton or of bitsandbytes'
-native library writes into existing tensors, so nothing is allocated; known values of Triton's arguments become unknown.
+native library, or of DeepSpeed's optimizers, writes into existing tensors, so nothing is allocated; known values of
+its arguments become unknown.
 Scratch memory of a kernel (`triton.set_allocator`) is not counted.
 
-Source: torch/cuda/graphs.py and memory.py.
+Source: torch/cuda/graphs.py and memory.py; DeepSpeed 0.19, `op_builder/builder.py` (`load`) and `ops/adam/`.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def later(ledger: VirtualLedger) -> dict[str, LatePatches]:
             for library in ("BNBNativeLibrary", "ErrorHandlerMockBNBNativeLibrary")
             if hasattr(module, library)
         ],
+        "deepspeed.ops.op_builder.builder": lambda module: [wrapping(module.OpBuilder, "load", _optimizer_kernels)],
     }
 
 
@@ -111,3 +113,20 @@ def _native_function(original: Callable[[Any, str], Any], library: Any, name: st
     are ops. Those on the CPU are in the library for the CPU, the others need not be.
     """
     return (lambda *_: 0) if name.startswith("c") and "cpu" not in name else original(library, name)
+
+
+_DEEPSPEED_OPTIMIZERS: Final = frozenset(
+    f"{device}_{name}" for device in ("fused", "cpu") for name in ("adam", "adagrad", "lion")
+)
+
+
+class _InPlace:
+    """A compiled module whose functions write to their arguments."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return left_out
+
+
+def _optimizer_kernels(original: Callable[..., Any], builder: Any, *args: Any, **options: Any) -> Any:
+    """The compiled part of DeepSpeed's optimizers, on the GPU or on the host. Their state is made in Python."""
+    return _InPlace() if builder.name in _DEEPSPEED_OPTIMIZERS else original(builder, *args, **options)
