@@ -91,14 +91,20 @@ def tokens(*files: str, vocabulary: int = 50304, count: int = 2**20) -> Maker:
 
 
 def rows(file: str, count: int = 400, **columns: Any) -> Maker:
-    """A JSON Lines file; a column is a value, or a function of a generator that makes one."""
+    """A file of JSON Lines or Parquet; a column is a value, or a function of a generator that makes one."""
 
     def make(here: Path) -> None:
         random = Random(0)
-        records = (
+        records = [
             {name: column(random) if callable(column) else column for name, column in columns.items()}
             for _ in range(count)
-        )
+        ]
+        if file.endswith(".parquet"):
+            from pyarrow import Table, parquet
+
+            (here / file).parent.mkdir(parents=True, exist_ok=True)
+            parquet.write_table(Table.from_pylist(records), here / file)
+            return
         _write(here / file, "".join(f"{json.dumps(row)}\n" for row in records))
 
     return make
@@ -112,6 +118,11 @@ def sentence(random: Random) -> str:
 def chat(random: Random) -> list[dict[str, str]]:
     """A column of `rows`: a question and its answer."""
     return [{"role": role, "content": sentence(random)} for role in ("user", "assistant")]
+
+
+def question(random: Random) -> dict[str, str]:
+    """A column of `rows`: a question and its answer, by name."""
+    return {name: sentence(random) for name in ("question", "answer")}
 
 
 def share(random: Random) -> float:

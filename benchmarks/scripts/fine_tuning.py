@@ -178,4 +178,38 @@ RECIPES = (
         needs=("transformers",),
         options="--gpu h100",
     ),
+    Recipe(
+        "openrlhf sft",
+        "OpenRLHF/OpenRLHF",
+        ".",
+        "-m openrlhf.cli.train_sft --data.max_len 2048 --data.dataset questions --data.input_key question "
+        "--data.output_key response --train.batch_size 16 --train.micro_batch_size 2 "
+        "--model.model_name_or_path meta-llama/Meta-Llama-3-8B --ckpt.output_dir out --ds.zero_stage 2 "
+        "--ds.param_dtype bf16 --ds.attn_implementation flash_attention_2 --adam.lr 5e-6 --ds.packing_samples "
+        "--model.gradient_checkpointing_enable --train.max_epochs 1",
+        (
+            data.preset("meta-llama/Meta-Llama-3-8B"),
+            data.tokenizer("meta-llama/Meta-Llama-3-8B"),
+            data.rows("questions/train.jsonl", 2000, question=data.sentence, response=data.sentence),
+        ),
+        needs=("deepspeed", "transformers", "datasets", "peft"),
+        options="--gpus 8 --gpu h100",
+    ),
+    Recipe(
+        "verl sft_peft",
+        "volcengine/verl",
+        ".",
+        "-m verl.trainer.fsdp_sft_trainer data.train_files=gsm8k.parquet data.val_files=gsm8k.parquet "
+        "data.prompt_key=extra_info data.response_key=extra_info optim.lr=1e-4 data.prompt_dict_keys=[question] "
+        "+data.response_dict_keys=[answer] data.micro_batch_size_per_gpu=4 "
+        "model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct trainer.default_local_dir=out trainer.logger=console "
+        "trainer.total_epochs=1 model.lora_rank=32 model.lora_alpha=16 model.target_modules=all-linear",
+        (
+            data.preset("Qwen/Qwen2.5-0.5B-Instruct"),
+            data.tokenizer("Qwen/Qwen2.5-0.5B-Instruct", chat=True),
+            data.rows("gsm8k.parquet", 800, extra_info=data.question),
+        ),
+        needs=("tensordict", "hydra", "ray", "peft", "torchdata"),
+        options="--gpus 2 --gpu a100",
+    ),
 )

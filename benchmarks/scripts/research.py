@@ -118,4 +118,14 @@ RECIPES = (
             ),
         )
     ),
+    Recipe(
+        "nanochat",
+        "karpathy/nanochat",
+        ".",
+        "-m scripts.base_train --depth=12 --eval-every=-1 --core-metric-every=-1",
+        (research_data.nanochat("base"),),
+        ("rustbpe", "tiktoken", "wandb", "kernels"),
+        {**_HERE, "NANOCHAT_BASE_DIR": "base"},
+        "--gpu h100",
+    ),
 )

@@ -9,6 +9,7 @@ from random import Random
 
 import numpy
 
+from benchmarks.scripts import data
 from benchmarks.scripts.data import Maker
 
 
@@ -84,5 +85,31 @@ def views(folder: str, count: int = 8, size: int = 200) -> Maker:
             frames = [{"file_path": f"./{part}/r_{number}", "transform_matrix": pose} for number in range(count)]
             content = {"camera_angle_x": 0.69, "frames": frames}
             (here / folder / f"transforms_{part}.json").write_text(json.dumps(content))
+
+    return make
+
+
+def nanochat(folder: str, pieces: int = 32_768) -> Maker:
+    """Two files of documents, and a tokenizer of so many pieces: the bytes, and pairs of them."""
+
+    def make(here: Path) -> None:
+        import tiktoken
+        import torch
+
+        special = ("bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end")
+        special += ("output_start", "output_end")
+        count = pieces - len(special)
+        merged = [bytes([byte]) for byte in range(256)]
+        merged += [bytes(divmod(pair, 256)) for pair in range(count - 256)]
+        encoding = tiktoken.Encoding(
+            "bytes",
+            pat_str=r"\S+|\s+",
+            mergeable_ranks={piece: rank for rank, piece in enumerate(merged)},
+            special_tokens={f"<|{name}|>": count + number for number, name in enumerate(special)},
+        )
+        data.pickled(f"{folder}/tokenizer/tokenizer.pkl", encoding)(here)
+        torch.save(torch.ones(pieces, dtype=torch.int32), here / folder / "tokenizer" / "token_bytes.pt")
+        for number in range(2):
+            data.rows(f"{folder}/base_data_climbmix/shard_0000{number}.parquet", 4000, text=data.sentence)(here)
 
     return make
