@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass, transform_subclass
 
+from memsize.device.cards import DeviceProperties, threads_per_multiprocessor
+
 CUDA: Final = torch.device("cuda", 0)
 META: Final = torch.device("meta")
 CPU: Final = torch.device("cpu")
@@ -108,26 +110,19 @@ _CARDS: Final[dict[tuple[int, int], tuple[int, int, float, float, float]]] = {
 
 
 @dataclass(frozen=True)
-class GpuProperties:
-    """The properties that Inductor reads, by the names of `torch.cuda.get_device_properties`, and its speeds."""
+class GpuProperties(DeviceProperties):
+    """The properties that Inductor reads, and the GPU's speeds: TFLOPS in half and in single precision, and GB/s."""
 
-    major: int
-    minor: int
-    multi_processor_count: int
-    L2_cache_size: int
-    half: float
-    single: float
-    memory: float
-    max_threads_per_multi_processor: int = 2048
-    max_threads_per_block: int = 1024
-    regs_per_multiprocessor: int = 65536
+    L2_cache_size: int = 0
+    half: float = 0
+    single: float = 0
+    memory: float = 0
     shared_memory_per_block_optin: int = 166912
-    warp_size: int = 32
     gcnArchName: str = ""  # noqa: N815 - PyTorch's name
-    name: str = "simulated"
 
     @classmethod
     def of(cls, capability: tuple[int, int]) -> GpuProperties:
         """Return the properties for a compute capability; the A100's are the default."""
         multiprocessors, l2_cache, half, single, memory = _CARDS.get(capability, _CARDS[8, 0])
-        return cls(*capability, multiprocessors, l2_cache * 2**20, half, single, memory)
+        gpu = DeviceProperties("simulated", *capability, 0, multiprocessors, threads_per_multiprocessor(capability))
+        return cls(**vars(gpu), L2_cache_size=l2_cache * 2**20, half=half, single=single, memory=memory)

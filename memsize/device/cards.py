@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,9 +78,35 @@ _THREADS: Final = {(7, 5): 1024, (8, 0): 2048, **dict.fromkeys([(8, 6), (8, 7), 
 """How many threads a multiprocessor can run at once; 2,048 elsewhere (CUDA programming guide, compute capabilities)."""
 
 
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What `torch.cuda.get_device_properties` returns, with the fields that are known of a GPU."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int
+    multi_processor_count: int
+    max_threads_per_multi_processor: int
+    warp_size: int = 32
+    max_threads_per_block: int = 1024
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = 48 * 1024
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"memsize does not know the {name} of a {self.name}")
+
+
 def multiprocessors(where: Card) -> Multiprocessors:
     """The multiprocessors of a card, the most that it may have, and the threads that each can run at once."""
-    return Multiprocessors(processors(where)[1], _THREADS.get(where.capability, 2048))
+    return Multiprocessors(processors(where)[1], threads_per_multiprocessor(where.capability))
+
+
+def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
+    """How many threads each multiprocessor can run at once."""
+    return _THREADS.get(capability, 2048)
 
 
 def processors(where: Card) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.cards import multiprocessors
+from memsize.device.cards import DeviceProperties, multiprocessors
 from memsize.processes.simulation import running
 from memsize.records.gpu import Card
 from memsize.spec.stack import INSTALLED, Stack
@@ -45,27 +45,6 @@ _CHOOSING: Final = """
     _cuda_setDevice _cuda_exchangeDevice _cuda_maybeExchangeDevice _accelerator_setDeviceIndex
     _accelerator_exchangeDevice _accelerator_maybeExchangeDevice"""
 """Functions that take the number of a device, and return that of the one before."""
-
-
-@dataclass(frozen=True)
-class Properties:
-    """The result of `torch.cuda.get_device_properties`, with the fields that are known of a GPU."""
-
-    name: str
-    major: int
-    minor: int
-    total_memory: int
-    multi_processor_count: int
-    max_threads_per_multi_processor: int
-    warp_size: int = 32
-    max_threads_per_block: int = 1024
-    is_integrated: int = 0
-    is_multi_gpu_board: int = 0
-    regs_per_multiprocessor: int = 65536
-    shared_memory_per_block: int = 48 * 1024
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"memsize does not know the {name} of a {self.name}")
 
 
 def _streams() -> StreamOrder:
@@ -186,8 +165,8 @@ class Driver:
         return self._current.streams.get(self.devices.named(device), 0)
 
     @property
-    def properties(self) -> Properties:
-        return Properties(self.card.name, *self.card.capability, self.memory.total, *multiprocessors(self.card))
+    def properties(self) -> DeviceProperties:
+        return DeviceProperties(self.card.name, *self.card.capability, self.memory.total, *multiprocessors(self.card))
 
     def gpu(self) -> Gpu:
         """Return the card as it is now, for ``nvidia-smi`` and NVML."""
