@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
@@ -29,6 +28,7 @@ from memsize.known_values.values import (
     state_of,
     true_share_of,
 )
+from memsize.processes.simulation import open_simulation, running
 from memsize.processes.user_code import running_line
 from memsize.torch_internals.sparse_tensors import in_coordinates, is_in_coordinates, places
 
@@ -289,18 +289,13 @@ class Routing:
         return torch.cat((others[:start], torch.full((size,), busy, device="cpu"), others[start:]))
 
 
-_routing: ContextVar[Routing] = ContextVar("_routing", default=Routing())  # noqa: B039 - frozen
-
-
 @contextmanager
 def imbalanced(imbalance: float | None = None, groups: int | None = None, position: int = 0) -> Iterator[None]:
     """While open, choices fall by this `imbalance` (None: as before), within these groups."""
-    changed = replace(_routing.get(), groups=groups, position=position)
-    token = _routing.set(changed if imbalance is None else replace(changed, imbalance=imbalance))
-    try:
-        yield
-    finally:
-        _routing.reset(token)
+    with open_simulation() as simulation:
+        changed = replace(simulation.get(Routing) or Routing(), groups=groups, position=position)
+        with simulation.with_part(Routing, changed if imbalance is None else replace(changed, imbalance=imbalance)):
+            yield
 
 
 def spread_choices(indices: torch.Tensor, dim: int | None, choices: int) -> None:
@@ -310,7 +305,8 @@ def spread_choices(indices: torch.Tensor, dim: int | None, choices: int) -> None
     """
     if not 0 < indices.numel() <= MAX_ASSUMED_ELEMENTS or not choices:
         return
-    routing = _routing.get()
+    simulation = running()
+    routing = (simulation and simulation.get(Routing)) or Routing()
     each_row = indices.shape[dim] if dim is not None and indices.dim() else 1
     rows = indices.numel() // each_row
     if routing.imbalance == 1 or each_row >= choices or routing.groups == 1:

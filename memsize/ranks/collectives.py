@@ -8,7 +8,7 @@ exchange the number of tokens for each expert, which decides the size of the ten
 has an infinite gradient decides whether the optimizer makes a step.
 
 The operators of `c10d` take the reduction in a form that Python cannot read, so the public functions of
-`torch.distributed` note it (`reduction`).
+`torch.distributed` note it (`RunningReduction`).
 
 The schemas are those of torch/csrc/distributed/c10d/Ops.cpp and Functional.cpp.
 """
@@ -16,8 +16,8 @@ The schemas are those of torch/csrc/distributed/c10d/Ops.cpp and Functional.cpp.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from memsize.errors import InputError
 from memsize.known_values.data_dependent import EXCHANGED_ARE_ALIKE, REDUCED_IS_ONE
 from memsize.known_values.values import ConstantState, constant_of, is_small, set_constant, set_unknown
 from memsize.processes.patches import Patch, calling
+from memsize.processes.simulation import running
 from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import arguments_in
@@ -127,7 +128,7 @@ def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
     buffers, group = list(_tensors(args[:1])), group_of(args)
     sent = buffers if kind in _IN_PLACE else list(_tensors(args[1:2]))
     if kind not in _LEFT and (kind != "reduce" or group.rank() == args[_ROOT]):
-        for tensor, value in received(kind, buffers, sent, args[3:5], reduction(), group):
+        for tensor, value in received(kind, buffers, sent, args[3:5], _running_reduction().name, group):
             write(tensor, value)
     # DistributedDataParallel's reducer waits for the future of the work.
     future: torch.futures.Future[Any] = torch.futures.Future()
@@ -174,12 +175,17 @@ def alike(kind: CollectiveKind) -> str | None:
 _NAMES: Final = """
     all_reduce all_reduce_coalesced reduce reduce_scatter reduce_scatter_tensor reduce_scatter_single"""
 """The functions that take a reduction. PyTorch 2.13 renames the last but one to the last."""
-_reduction: ContextVar[str] = ContextVar("_reduction", default="sum")
 
 
-def reduction() -> str:
-    """Return the name of the running collective's reduction: ``"sum"`` if C++ called it, as DDP's reducer does."""
-    return _reduction.get()
+class RunningReduction(threading.local):
+    """The reduction of the collective that runs in a thread: ``"sum"`` if C++ called it, as DDP's reducer does."""
+
+    name = "sum"
+
+
+def _running_reduction() -> RunningReduction:
+    simulation = running()
+    return (simulation and simulation.get(RunningReduction)) or RunningReduction()
 
 
 def replacements() -> Iterator[Patch]:
@@ -193,11 +199,12 @@ def replacements() -> Iterator[Patch]:
 
 def _note_reduction(position: int, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     op = args[position] if len(args) > position else options.get("op", dist.ReduceOp.SUM)
-    token = _reduction.set(getattr(op, "op", op).name.lower())
+    noted = _running_reduction()
+    before, noted.name = noted.name, getattr(op, "op", op).name.lower()
     try:
         return original(*args, **options)
     finally:
-        _reduction.reset(token)
+        noted.name = before
 
 
 # -- values, if each rank sends the same -------------------------------------------------------------------------------

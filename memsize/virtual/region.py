@@ -59,7 +59,6 @@ from memsize.virtual.driver import queries
 from memsize.virtual.driver.caching_allocator import DeviceMemory
 from memsize.virtual.driver.functions import Driver, Event, Stream
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
-from memsize.virtual.ledger.stream_order import StreamOrder
 from memsize.virtual.packages import finder
 from memsize.virtual.program_modules import WRAPPERS
 
@@ -110,8 +109,9 @@ def virtual_gpu(
         ledger.alone = not group.is_joined()
         regions.enter_context(group.started(world))
         devices = ledger.devices = driver.devices = DeviceAssignment(world)
-        for kind, part in ((Driver, driver), (DeviceAssignment, devices), (Gpus, devices), (StreamOrder, ledger.order)):
-            regions.enter_context(simulation.with_part(kind, part))
+        for part in (driver, devices, ledger.order, collectives.RunningReduction()):
+            regions.enter_context(simulation.with_part(type(part), part))
+        regions.enter_context(simulation.with_part(Gpus, devices))
         _forget_answers()
         hooks = saving(ledger.saved)
         for region in (calls_seen(ledger), functional_transforms_allowed(), hooks, ledger):
