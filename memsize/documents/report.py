@@ -234,16 +234,14 @@ def _layer_data(row: Row) -> dict[str, Any]:
     return {name: value for name, value in renamed(plain(row), dtypes="stored_as").items() if name != "layers"}
 
 
-_PER_LAYER: Final = (
-    "path type stored_as parameters trainable parameter_bytes buffer_bytes attribute_bytes output_bytes saved_bytes "
-    "cast_bytes multiply_adds".split()
-)
+_SHOWN_ONLY: Final = frozenset("depth calls outputs marks aliases inputs kernel".split())
+"""The fields of a layer that other scenarios do not repeat."""
 
 
 def _layer_columns(trace: Trace, shown: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Figures of each layer of `trace` as columns, in the order of its layers, without those that are as `shown`."""
     own = [_layer_data(row) for row in own_rows(trace)]
-    columns = {name: [row[name] for row in own] for name in _PER_LAYER}
+    columns = {name: [row[name] for row in own] for name in shown[0] if name not in _SHOWN_ONLY}
     return {name: column for name, column in columns.items() if column != [row[name] for row in shown]}
 
 

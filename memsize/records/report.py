@@ -203,7 +203,7 @@ class Report(Answer):
         """`layers`, `scenarios` and `tensors`, as the properties of these names have them."""
         scenarios = SCENARIO_FIELDS.only("name", "status", "reason", *FIGURES, *SHARES)
         return {
-            "layers": LAYER_FIELDS.only(*LAYER_RECORD).flat(own_rows(self.trace)),
+            "layers": LAYER_FIELDS.flat(own_rows(self.trace)),
             "scenarios": scenarios.flat(self.scenario_rows),
             "tensors": TENSOR_FIELDS.flat(self.trace.tensors),
         }
@@ -303,12 +303,6 @@ def column_keys(names: Iterable[str]) -> tuple[str, ...]:
             raise UnknownOutputError("column", name, COLUMNS)
     return keys
 
-
-LAYER_RECORD: Final = (
-    "path type depth calls kernel input output stored_as parameters trainable parameter_bytes buffer_bytes "
-    "attribute_bytes output_bytes saved_bytes cast_bytes multiply_adds marks"
-).split()
-"""The fields of `Report.layers`, in their order."""
 
 TENSOR_FIELDS: Final = Fields[StoredTensor](
     field("name"),
