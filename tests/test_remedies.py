@@ -610,6 +610,22 @@ def test_a_single_remedy_rather_than_two() -> None:
     assert found.combination == (sgd,) and found.combined == 40 * MiB
 
 
+def test_one_way_to_recompute_is_taken() -> None:
+    # Where a whole block is recomputed, nothing is left to select from: that both fit together means nothing.
+    whole, selective, segments = "activation checkpointing", "selective checkpointing", "expandable segments"
+    sizes = {(): 100, (whole,): 60, (selective,): 62, (segments,): 70}
+    sizes |= {(whole, selective): 20, (whole, segments): 38, (selective, segments): 39}
+    run = made_up({frozenset(names): need for names, need in sizes.items()})
+    search = RemedySearch(BASE, lambda variant: Need(run(variant).needs(40 * MiB), 40 * MiB), SEGMENT)
+    found = try_remedies(search, remedies_of(BASE), scenario="fp32", gpu="a GPU", size=1)
+    assert set(found.combination) == {whole, segments} and found.combined == 38 * MiB
+
+
+def test_adapters_have_the_rank_that_their_text_names() -> None:
+    (lora,) = (remedy for remedy in STEP_REMEDIES if remedy.name == "LoRA")
+    assert f"rank {RANK} " in lora.title
+
+
 def cases(names: tuple[str, ...]) -> Iterator[RunVariant]:
     """The case with all remedies, then with all but one."""
     for left_out in (None, *names):

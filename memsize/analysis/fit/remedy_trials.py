@@ -17,6 +17,7 @@ from memsize.analysis.fit.step_remedies import (
     EXPANDABLE_SEGMENTS,
     INT8_WEIGHTS,
     PIPELINE_REMEDIES,
+    Facts,
     VariantRemedy,
     accumulation,
     edited,
@@ -57,17 +58,16 @@ GENERATION_REMEDIES: Final = (
     BF16_PARAMETERS,
     EXPANDABLE_SEGMENTS,
     INT8_WEIGHTS,
-    remedy("int4 weights", "numbers", partial(quantized, name="int4-weight"), "precision"),
-    remedy("fp8 KV cache", "numbers", partial(_with_cache, cache="quantized", dtype="fp8"), "cache"),
+    remedy("int4 weights", partial(quantized, name="int4-weight")),
+    remedy("fp8 KV cache", partial(_with_cache, cache="quantized", dtype="fp8")),
     remedy(
         "prefill in chunks",
-        "speed",
         switched("generation", "prefill_chunk_size", "the prompt is read in chunks already", CHUNK),
     ),
-    remedy("last logits only", "nothing", edited(keep_the_last_logits)),
-    remedy("static cache", "nothing", partial(_with_cache, cache="static"), "cache"),
-    remedy("offloaded cache", "speed", partial(_with_cache, cache="offloaded"), "cache"),
-    remedy("2 cards", "hardware", edited(Share(2)), "cards precision"),
+    remedy("last logits only", edited(keep_the_last_logits)),
+    remedy("static cache", partial(_with_cache, cache="static")),
+    remedy("offloaded cache", partial(_with_cache, cache="offloaded")),
+    remedy("2 cards", edited(Share(2))),
 )
 """Remedies for a generation, in the order in which they are tried."""
 
@@ -76,7 +76,7 @@ def fewer_sequences(parts: int) -> VariantRemedy:
     """Generate for one of `parts` parts of the batch at a time."""
     title = f"{parts} generations in turn, each with part of the sequences"
     cost = "slower: each step generates tokens for fewer sequences"
-    return remedy(f"batch ÷{parts}", "speed", partial(replace, split=parts), "parts", texts=(title, cost))
+    return remedy(f"batch ÷{parts}", partial(replace, split=parts), Facts("speed", "parts", title, cost))
 
 
 def on_larger_gpu(budget: Budget) -> VariantRemedy:
@@ -84,7 +84,7 @@ def on_larger_gpu(budget: Budget) -> VariantRemedy:
     card = budget.card
     title = f"the smallest card on which it fits, of {format_bytes(card.bytes)}"
     apply = partial(replace, card=card, capacity=budget.allocator)
-    return remedy(card.name, "hardware", apply, "cards", texts=(title, "another card"))
+    return remedy(card.name, apply, Facts("hardware", "cards", title, "another card"))
 
 
 # -- trials ------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,16 @@
-"""The table of remedies for training steps and inference, on one GPU or spread over several."""
+"""The table of remedies for training steps and inference, on one GPU or spread over several.
+
+`remedies.csv` says what each is, what it changes and what it costs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import csv
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -45,133 +50,27 @@ VariantRemedy = Remedy[RunVariant]
 Apply = Callable[[RunVariant], RunVariant]
 
 
-TEXTS: Final[Mapping[str, tuple[str, str]]] = {
-    "bf16 parameters": (
-        "model.bfloat16(): weights, gradients, optimizer state and activations",
-        "small updates are lost (below 1/256 of a weight)",
-    ),
-    "int8 weights": (
-        "weight-only quantization of the linear layers",
-        "rounded weights, unpacked each time they are used",
-    ),
-    "expandable segments": ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "none known on Linux"),
-    "bucket views": (
-        "DistributedDataParallel(gradient_as_bucket_view=True): gradients are views of their buckets",
-        "nothing, unless gradients are detached in place (detach_)",
-    ),
-    "fsdp": (
-        "fully_shard instead of copies: each GPU stores only its shard",
-        "layers are gathered for each forward and backward",
-    ),
-    "offload": (
-        "CPUOffloadPolicy: shards, gradients and optimizer state in the host's memory",
-        "copies to the GPU and back, and an optimizer on the CPU: slower",
-    ),
-    "mixed precision": (
-        "MixedPrecisionPolicy: layers in a lower precision, shards in float32",
-        "rounding in the layers; usually faster",
-    ),
-    "autocast": (
-        "torch.autocast around forward and loss",
-        "rounding in matrix products; copies of the weights while they are used; usually faster",
-    ),
-    "activation checkpointing": (
-        "torch.utils.checkpoint around each repeated block",
-        "about a third more time: one more forward of these blocks",
-    ),
-    "fused optimizer": ("fused=True", "none; usually faster"),
-    "foreach=False": ("the optimizer's loop over single parameters", "a slower optimizer step, many small kernels"),
-    "8-bit optimizer state": (
-        "bitsandbytes' Adam8bit or AdamW8bit; modelled",
-        "another library; state rounded in blocks of 256",
-    ),
-    "SGD": ("plain SGD, which keeps no state", "another optimizer: other learning rates, often more steps"),
-    "set_to_none": ("zero_grad(set_to_none=True)", "none"),
-    "chunked cross-entropy": (
-        "head and loss over 1,024 tokens at a time",
-        "a second product with the head; no logits to inspect",
-    ),
-    "Liger's fused loss": (
-        "LigerFusedLinearCrossEntropyLoss, which use_liger_kernel=True of transformers' Trainer switches on too",
-        "another library; gradients of the head are computed in the forward; no logits to inspect",
-    ),
-    "cut cross-entropy": (
-        "cut_cross_entropy.linear_cross_entropy, which holds no logits",
-        "another library, for 16 bits; negligible gradients are dropped; no logits to inspect",
-    ),
-    "selective checkpointing": (
-        "create_selective_checkpoint_contexts around each repeated block: products and attention are kept",
-        "a few percent more time: operations between products are recomputed",
-    ),
-    "activation offload": (
-        "torch.autograd.graph.save_on_cpu(pin_memory=True) around the forward",
-        "copies to the host and back, slower than recomputing over most buses",
-    ),
-    "optimizer in backward": (
-        "register_post_accumulate_grad_hook: each parameter is updated as soon as its gradient is there",
-        "no accumulation, no clipping by the norm of all gradients",
-    ),
-    "VAE tiling": ("pipeline.vae.enable_tiling()", "seams between tiles may show; a slower decoder"),
-    "VAE slicing": ("pipeline.vae.enable_slicing()", "images are decoded one by one: hardly slower"),
-    "model offload": (
-        "pipeline.enable_model_cpu_offload(): the GPU holds the part that runs",
-        "each part is copied from the host once per generation",
-    ),
-    "sequential offload": (
-        "pipeline.enable_sequential_cpu_offload(): the GPU holds the weights of the layer that runs",
-        "all weights are copied from the host in each step: many times slower",
-    ),
-    "in-place activations": (
-        "inplace=True where the backward needs the output only",
-        "wrong results if anything else reads an activation's input",
-    ),
-    "freezing": ("all but the last layer frozen", "only the last layer learns"),
-    "LoRA": (
-        f"adapters of rank {RANK} beside the linear layers, the rest frozen",
-        "only adapters learn; two more small products per layer",
-    ),
-    "LoRA on a 4-bit base": (
-        "the same beside nf4 weights (QLoRA)",
-        "rounded base weights, unpacked each time they are used: slower",
-    ),
-    "int4 weights": (
-        "weight-only quantization of the linear layers to 4 bits",
-        "weights rounded to 16 values, unpacked each time they are used",
-    ),
-    "fp8 KV cache": (
-        "a quantized cache with the backend fp8",
-        "rounded keys and values, unpacked each time they are used",
-    ),
-    "prefill in chunks": (f"prefill_chunk_size={CHUNK}", "a slower prefill, in smaller pieces"),
-    "last logits only": (
-        "the head applied only to the last token of the prompt",
-        "none: generate reads no other logits",
-    ),
-    "static cache": ('cache_implementation="static"', "room for the whole context from the first token on"),
-    "offloaded cache": (
-        'cache_implementation="offloaded"',
-        "as much host memory, and each step copies the whole cache to the GPU and back",
-    ),
-    "2 cards": (
-        "each layer divided between two such GPUs (tensor parallelism), as vLLM divides it",
-        "a second GPU, and communication after each layer",
-    ),
-}
-"""What each remedy is, and what it costs."""
+class Facts(NamedTuple):
+    """What a remedy changes and costs, and its groups, parted by `|`: a group of its own where none are named."""
+
+    changes: Changes
+    groups: str
+    title: str
+    cost: str
 
 
-def remedy(
-    name: str, changes: Changes, apply: Apply, groups: str = "", texts: tuple[str, str] | None = None
-) -> VariantRemedy:
-    """Make a row of a table; its variants list `name` as applied. A remedy is a group of its own unless `groups` names
-    some. `texts` are those of `TEXTS` by default.
-    """
-    title, cost = texts or TEXTS[name]
+with Path(__file__).with_name("remedies.csv").open(newline="", encoding="utf-8") as _file:
+    _FACTS: Final[dict[str, Facts]] = {name: Facts(*facts) for name, *facts in csv.reader(_file)}  # type: ignore[arg-type]
+
+
+def remedy(name: str, apply: Apply, facts: Facts | None = None) -> VariantRemedy:
+    """The remedy of this name, by default with the facts of `remedies.csv`. Its variants list `name` as applied."""
+    changes, groups, title, cost = facts or _FACTS[name]
 
     def apply_by_name(variant: RunVariant) -> RunVariant:
         return replace(apply(variant), applied=(*variant.applied, name))
 
-    return Remedy(name, title, cost, changes, apply_by_name, frozenset(groups.split() or [name]))
+    return Remedy(name, title, cost, changes, apply_by_name, frozenset(groups.split("|") if groups else [name]))
 
 
 def _in_lower_precision(variant: RunVariant, name: str) -> RunVariant:
@@ -320,58 +219,49 @@ def _shards(variant: RunVariant) -> RunVariant:
     return replace(variant, parallel=replace(parallel, kind="fsdp", replicas=1, shards=shards, views=False))
 
 
-BF16_PARAMETERS: Final = remedy("bf16 parameters", "numbers", partial(_in_lower_precision, name="bf16"), "precision")
-INT8_WEIGHTS: Final = remedy("int8 weights", "numbers", _int8_weights, "precision")
+BF16_PARAMETERS: Final = remedy("bf16 parameters", partial(_in_lower_precision, name="bf16"))
+INT8_WEIGHTS: Final = remedy("int8 weights", _int8_weights)
 EXPANDABLE_SEGMENTS: Final = remedy(
-    "expandable segments", "nothing", switched("config", "expandable_segments", "segments are expandable already")
+    "expandable segments", switched("config", "expandable_segments", "segments are expandable already")
 )
 
 STEP_REMEDIES: Final = (
-    remedy("autocast", "numbers", _autocast, "precision"),
+    remedy("autocast", _autocast),
     BF16_PARAMETERS,
-    remedy("activation checkpointing", "speed", edited(Recompute(), trained=True)),
-    remedy(
-        "selective checkpointing",
-        "speed",
-        edited(Recompute(selective=True), trained=True),
-        "activation checkpointing",
-    ),
-    remedy("fused optimizer", "nothing", partial(_with_option, option="fused", optimizers=_FUSED), "optimizer"),
-    remedy("foreach=False", "speed", partial(_with_option, option="foreach=False"), "optimizer"),
-    remedy("8-bit optimizer state", "numbers", _eight_bit_state, "optimizer"),
-    remedy("SGD", "training", _sgd, "optimizer"),
-    remedy(
-        "set_to_none",
-        "nothing",
-        switched("training", "set_to_none", "gradients are dropped before the forward already"),
-    ),
-    remedy("chunked cross-entropy", "speed", partial(_without_logits, loss=in_chunks), "head"),
-    remedy("Liger's fused loss", "speed", partial(_without_logits, loss=by_liger), "head"),
-    remedy("cut cross-entropy", "numbers", _cut_cross_entropy, "head"),
-    remedy("activation offload", "speed", _offload_activations, "activation checkpointing"),
-    remedy("optimizer in backward", "training", _step_in_backward, "accumulation"),
-    remedy("in-place activations", "nothing", edited(write_in_place)),
+    remedy("activation checkpointing", edited(Recompute(), trained=True)),
+    remedy("selective checkpointing", edited(Recompute(selective=True), trained=True)),
+    remedy("fused optimizer", partial(_with_option, option="fused", optimizers=_FUSED)),
+    remedy("foreach=False", partial(_with_option, option="foreach=False")),
+    remedy("8-bit optimizer state", _eight_bit_state),
+    remedy("SGD", _sgd),
+    remedy("set_to_none", switched("training", "set_to_none", "gradients are dropped before the forward already")),
+    remedy("chunked cross-entropy", partial(_without_logits, loss=in_chunks)),
+    remedy("Liger's fused loss", partial(_without_logits, loss=by_liger)),
+    remedy("cut cross-entropy", _cut_cross_entropy),
+    remedy("activation offload", _offload_activations),
+    remedy("optimizer in backward", _step_in_backward),
+    remedy("in-place activations", edited(write_in_place)),
     EXPANDABLE_SEGMENTS,
-    remedy("freezing", "training", edited(freeze_all_but_head, trained=True), "trained"),
-    remedy("LoRA", "training", _lora, "trained"),
-    remedy("LoRA on a 4-bit base", "training", _qlora, "trained precision"),
+    remedy("freezing", edited(freeze_all_but_head, trained=True)),
+    remedy("LoRA", _lora),
+    remedy("LoRA on a 4-bit base", _qlora),
     INT8_WEIGHTS,
 )
 """Remedies for one GPU, in the order in which they are tried."""
 PIPELINE_REMEDIES: Final = (
-    remedy("VAE tiling", "numbers", edited(partial(switch_autoencoder, method="enable_tiling"))),
-    remedy("VAE slicing", "nothing", edited(partial(switch_autoencoder, method="enable_slicing"))),
-    remedy("model offload", "speed", edited(offload_models), "host"),
-    remedy("sequential offload", "speed", edited(offload_layers), "host"),
+    remedy("VAE tiling", edited(partial(switch_autoencoder, method="enable_tiling"))),
+    remedy("VAE slicing", edited(partial(switch_autoencoder, method="enable_slicing"))),
+    remedy("model offload", edited(offload_models)),
+    remedy("sequential offload", edited(offload_layers)),
 )
 """Remedies for pipelines of diffusers."""
 
 _BUCKET_VIEWS: Final = remedy(
-    "bucket views", "nothing", switched("parallel", "views", "gradients are views of the buckets already"), "buckets"
+    "bucket views", switched("parallel", "views", "gradients are views of the buckets already")
 )
-_FSDP: Final = remedy("fsdp", "speed", _shards, "copies")
-_OFFLOAD: Final = remedy("offload", "speed", switched("parallel", "offload", "shards are in the host's memory already"))
-_MIXED_PRECISION: Final = remedy("mixed precision", "numbers", _autocast, "precision")
+_FSDP: Final = remedy("fsdp", _shards)
+_OFFLOAD: Final = remedy("offload", switched("parallel", "offload", "shards are in the host's memory already"))
+_MIXED_PRECISION: Final = remedy("mixed precision", _autocast)
 
 
 def step_remedies(parallel: Parallel | None) -> tuple[VariantRemedy, ...]:
@@ -403,7 +293,7 @@ def accumulation(parts: int) -> VariantRemedy:
 
     title = f"{parts} backwards per step, each with a part of the batch"
     cost = "smaller kernels, so slower; batch norms see the parts' statistics"
-    return remedy(f"accumulation ×{parts}", "speed", apply, "accumulation", texts=(title, cost))
+    return remedy(f"accumulation ×{parts}", apply, Facts("speed", "accumulation", title, cost))
 
 
 def fewer_checkpoints(blocks: int) -> Iterator[VariantRemedy]:
@@ -411,13 +301,8 @@ def fewer_checkpoints(blocks: int) -> Iterator[VariantRemedy]:
     for count in range(1, blocks):
         title = f"torch.utils.checkpoint around the first {count} of {blocks} blocks: the fewest that are enough"
         cost = f"about {100 * count / blocks / 3:.0f} % more time: one more forward of these blocks per step"
-        yield remedy(
-            f"checkpointing {count} of {blocks} blocks",
-            "speed",
-            edited(Recompute(count), trained=True),
-            "activation checkpointing",
-            texts=(title, cost),
-        )
+        facts = Facts("speed", "recomputation|saved tensors", title, cost)
+        yield remedy(f"checkpointing {count} of {blocks} blocks", edited(Recompute(count), trained=True), facts)
 
 
 def more_gpus(parallel: Parallel | None) -> Iterator[VariantRemedy]:
@@ -433,6 +318,5 @@ def more_gpus(parallel: Parallel | None) -> Iterator[VariantRemedy]:
         else:  # more GPUs would hold more copies of the same
             return
         title = f"{parallel}, with the same batch on each"
-        yield remedy(
-            f"{parallel.size:,} GPUs", "hardware", partial(replace, parallel=parallel), "gpus", texts=(title, cost)
-        )
+        facts = Facts("hardware", "gpus", title, cost)
+        yield remedy(f"{parallel.size:,} GPUs", partial(replace, parallel=parallel), facts)
