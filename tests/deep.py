@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memsize import ModelRequest
 from memsize.analysis.model_setups import plans_of as plans_of
 from memsize.analysis.runner import Runner as Runner
 from memsize.analysis.short_runs import different_part as different_part
@@ -29,12 +30,9 @@ from memsize.depth.blocks import (
 )
 from memsize.depth.trace_extension import NotRepeatedError as NotRepeatedError
 from memsize.kernels.cudnn import handle, installed
-from memsize.records.trace import Trace as Trace
-from memsize.spec.generation import Generation as Generation
-from memsize.spec.model_request import ModelRequest as ModelRequest
+from memsize.records.trace import Trace
 from memsize.spec.parallel import parse_parallel as parse_parallel
 from memsize.spec.scenario import SCENARIOS
-from memsize.spec.training import Training as Training
 from memsize.workloads import Forward as Forward, Inference as Inference, Workload
 from memsize.workloads.generation import GenerationSteps as GenerationSteps
 from memsize.workloads.kv_caches import OnGpuWithHost as OnGpuWithHost

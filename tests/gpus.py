@@ -40,5 +40,4 @@ from memsize.device.replay import (
     replay_within as replay_within,
 )
 from memsize.records.gpu import Card as Card, Interval as Interval
-from memsize.spec.stack import Stack as Stack
 from memsize.tracing.ddp import Buckets as Buckets

@@ -41,7 +41,6 @@ from memsize.kernels.registry import (
     TABLE as TABLE,
     TEMPORARIES,
     Temporary,
-    shape_rule as shape_rule,
     sparse_rule as sparse_rule,
 )
 from memsize.kernels.rnn import (

@@ -9,7 +9,7 @@ import pytest
 
 import memsize
 from benchmarks.cuda_libraries import Code as Read, chosen, code_of, containers, cuda_of, library
-from memsize.errors import InputError
+from memsize import InputError, Stack
 from memsize.units import MiB
 from tests.gpus import (
     CARDS,
@@ -17,7 +17,6 @@ from tests.gpus import (
     Card,
     Code,
     Interval,
-    Stack,
     budgets,
     card,
     cuda_context,

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import memsize
+from memsize import ModelRequest
 from memsize.documents import document
 from memsize.records.trace import Event
-from tests.deep import ModelRequest, plans_of
+from tests.deep import plans_of
 from tests.gpus import Replays, card, estimate_gpu, phase_peaks
 from tests.models import SCENARIOS
 from tests.records import layer, toy

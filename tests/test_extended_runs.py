@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import memsize
+from memsize import Generation, ModelRequest, Trace, Training
 from memsize.cli import run
 from memsize.render import render
 from tests.deep import (
@@ -22,16 +23,12 @@ from tests.deep import (
     Block,
     Deep,
     Forward,
-    Generation,
     GenerationSteps,
     Inference,
-    ModelRequest,
     NotRepeatedError,
     OnGpuWithHost,
     ParallelSteps,
     Runner,
-    Trace,
-    Training,
     TrainingSteps,
     assert_law,
     assert_same,

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import memsize
-from memsize import AllocatorConfig, Trace
+from memsize import AllocatorConfig, Stack, Trace
 from memsize.records.trace import Event, Role, Storage
-from tests.gpus import OMITTED, Interval, Stack, card, estimate_gpu, is_estimated, requests, timeline, variants
+from tests.gpus import OMITTED, Interval, card, estimate_gpu, is_estimated, requests, timeline, variants
 from tests.records import Card, LiveStorage, Platform, Shortage, layer
 
 KiB, MiB = 1 << 10, 1 << 20

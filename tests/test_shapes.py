@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch._ops import OpOverload
 
+from memsize import shape_rule
 from tests.conftest import Python
 from tests.kernels import (
     SPARSE_RULES,
@@ -24,7 +25,6 @@ from tests.kernels import (
     kernel_copies,
     kernel_temporaries,
     rules,
-    shape_rule,
     sparse_rule,
     strides,
 )

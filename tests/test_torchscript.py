@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import memsize
-from tests.records import ProgramRun
+from memsize import ProgramRun
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")
 BEGINNING = """
