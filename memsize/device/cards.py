@@ -80,7 +80,7 @@ _THREADS: Final = {(7, 5): 1024, (8, 0): 2048, **dict.fromkeys([(8, 6), (8, 7), 
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What `torch.cuda.get_device_properties` returns, with the fields that are known of a GPU."""
+    """The result of `torch.cuda.get_device_properties`, with the fields that are known of a GPU."""
 
     name: str
     major: int
