@@ -17,7 +17,7 @@ from typing import Any, cast
 from benchmarks.truth.outcomes import Outcome, outcome_of
 from benchmarks.truth.suite import SUITE
 from memsize import __version__
-from memsize.analysis.verify.cuda_memory import MemoryReader
+from memsize.analysis.verify.cuda_memory import CudaMemory
 from memsize.analysis.verify.measure import measure
 from memsize.records.measurement import SoftwareStack, encode
 from memsize.records.verification import Prediction, Verification, VerifiedRun
@@ -59,10 +59,10 @@ def write_outcome(
             file.write(json.dumps({"name": name, **encode(saved)}) + "\n")
 
 
-def _device_memory(memory: str) -> MemoryReader:
+def _device_memory(memory: str) -> CudaMemory:
     """The memory that ``module:name`` makes."""
     module, _, name = memory.partition(":")
-    memory_source: MemoryReader = getattr(importlib.import_module(module), name)()
+    memory_source: CudaMemory = getattr(importlib.import_module(module), name)()
     return memory_source
 
 

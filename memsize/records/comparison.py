@@ -27,6 +27,7 @@ from memsize.records.fields import (
 )
 from memsize.records.finding import Finding
 from memsize.records.gpu import LiveStorage
+from memsize.records.report import FIGURES, SCENARIO_FIELDS
 from memsize.records.roles import TITLES
 from memsize.records.trace import StoredTensor, Trace
 from memsize.units import Bytes, format_bytes
@@ -207,18 +208,10 @@ class FigureChange:
 
 
 _TITLES: Final = {
-    "parameter_bytes": "parameters",
-    "buffer_bytes": "buffers",
-    "attribute_bytes": "not registered",
-    "master_bytes": "master weights",
-    "cast_bytes": "cast copies",
-    "output_bytes": "outputs",
-    "saved_bytes": "kept for backward",
-    "input_bytes": "input",
-    "inference": "inference total",
-    "training": "training up to backward",
+    **{figure.name: figure.title for figure in SCENARIO_FIELDS.only(*FIGURES)},
+    **{role: title.noun for role, title in TITLES.items()},
     "device": "device, at most",
-} | {role: title.noun for role, title in TITLES.items()}
+}
 """Titles of figures and roles in tables; others have their own name as title."""
 
 

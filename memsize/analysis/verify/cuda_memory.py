@@ -14,7 +14,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -55,36 +55,6 @@ def allocation_events(trace: Iterable[Mapping[str, Any]]) -> Iterator[Allocation
             yield AllocationEvent(allocated.storage, -allocated.delta)
 
 
-class MemoryReader(Protocol):
-    """Reads the memory of the device on which a step is measured."""
-
-    device: torch.device
-
-    def settle(self) -> None:
-        """Free everything that is not in use, so that the next run starts as in a new process."""
-
-    def live_bytes(self) -> int:
-        """Bytes of tensors that are alive now."""
-
-    def reset(self) -> None:
-        """Start the peaks again from what is held now."""
-
-    def peaks(self) -> Peaks:
-        """The peaks since the last reset."""
-
-    def count(self) -> int:
-        """How many allocations there were so far."""
-
-    def recorded(self) -> Any:
-        """Record allocations and frees while open: a context manager that gives a list, filled at its end."""
-
-    def use(self) -> DeviceUse | None:
-        """The bytes that the process takes on the device now, the CUDA context included."""
-
-    def stack(self) -> SoftwareStack:
-        """The GPU and the software."""
-
-
 class CudaMemory:
     """The memory of one CUDA device. Created before the process touches the device, it knows what other processes hold
     there.
@@ -103,29 +73,37 @@ class CudaMemory:
             raise InputError("verify reads PyTorch's own caching allocator: set no other in PYTORCH_CUDA_ALLOC_CONF")
 
     def settle(self) -> None:
-        """Free cuBLAS's workspaces too: PyTorch makes them again when they are needed."""
+        """Free what is not in use, so that the next run starts as in a new process: cuBLAS's workspaces too, which
+        PyTorch makes again when they are needed.
+        """
         gc.collect()
         torch.cuda.synchronize(self.device)
         getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
         torch.cuda.empty_cache()
 
     def live_bytes(self) -> int:
+        """Bytes of tensors that are alive now."""
         return self._read("allocated_bytes", "current")
 
     def reset(self) -> None:
+        """Start the peaks again from what is held now."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peaks(self) -> Peaks:
+        """The peaks since the last reset."""
         torch.cuda.synchronize(self.device)
         return Peaks(*(self._read(f"{name}_bytes", "peak") for name in ("requested", "allocated", "reserved")))
 
     def count(self) -> int:
+        """How many allocations there were so far."""
         return self._read("allocation", "allocated")
 
     @contextmanager
     def recorded(self) -> Iterator[list[AllocationEvent]]:
-        """Record without Python stacks: they take time, and the marked step shows more."""
+        """Record allocations and frees while open, in a list that is filled at its end. Without Python stacks: they
+        take time, and the marked step shows more.
+        """
         events: list[AllocationEvent] = []
         history: Any = torch.cuda.memory._record_memory_history
         history("all", context=None, stacks="python", max_entries=_MAX_ENTRIES, clear_history=True)
@@ -136,6 +114,7 @@ class CudaMemory:
             history(None)
 
     def use(self) -> DeviceUse | None:
+        """The bytes that the process takes on the device now, the CUDA context included."""
         torch.cuda.synchronize(self.device)
         own = _nvml_of_this_process(self.device)
         if own is not None:
@@ -147,6 +126,7 @@ class CudaMemory:
         return DeviceUse(total - free, "mem_get_info")
 
     def stack(self) -> SoftwareStack:
+        """The GPU and the software."""
         _, total = torch.cuda.mem_get_info(self.device)
         return SoftwareStack(
             gpu=torch.cuda.get_device_name(self.device),

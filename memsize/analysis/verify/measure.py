@@ -20,7 +20,7 @@ from torch import nn
 
 from memsize.analysis.runner import Runner
 from memsize.analysis.verify.alignment import Window, gaps, matched
-from memsize.analysis.verify.cuda_memory import AllocationEvent, MemoryReader
+from memsize.analysis.verify.cuda_memory import AllocationEvent, CudaMemory
 from memsize.errors import InputError, ScenarioError
 from memsize.model.materialize import executable_call, materialize, real_copy
 from memsize.model.meta_copy import in_mode, inside
@@ -68,7 +68,7 @@ class MeasurementPlan:
     track: bool = True
 
 
-def measure(plan: MeasurementPlan, memory: MemoryReader) -> Measurement:
+def measure(plan: MeasurementPlan, memory: CudaMemory) -> Measurement:
     """The memory that the workload takes. Running out of memory is a measurement too, with an `error`.
 
     Raises `InputError` where the process holds memory on the device already, `ScenarioError` for a scenario that cannot
@@ -88,7 +88,7 @@ def _message(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _measured(plan: MeasurementPlan, memory: MemoryReader, stack: SoftwareStack) -> Measurement:
+def _measured(plan: MeasurementPlan, memory: CudaMemory, stack: SoftwareStack) -> Measurement:
     setup = plan.build()
     memory.settle()  # what building the model left behind
     memory.reset()
@@ -159,7 +159,7 @@ class _Step:
 
 
 @contextmanager
-def _as_in_a_new_process(workload: MeasuredWorkload, memory: MemoryReader) -> Iterator[None]:
+def _as_in_a_new_process(workload: MeasuredWorkload, memory: CudaMemory) -> Iterator[None]:
     """Start with nothing on the device, seeds set and cuDNN as asked; restore all of it after, and leave nothing."""
     memory.settle()
     if memory.live_bytes():

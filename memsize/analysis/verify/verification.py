@@ -13,7 +13,7 @@ from torch import nn
 from memsize.analysis.model_setups import workspaces_of
 from memsize.analysis.runner import Runner
 from memsize.analysis.verify.alignment import align
-from memsize.analysis.verify.cuda_memory import MemoryReader
+from memsize.analysis.verify.cuda_memory import CudaMemory
 from memsize.analysis.verify.measure import SEED, MeasurementPlan, materialized_setup, measure
 from memsize.device.allocation_events import CONVOLUTIONS, dispensable, requests, variants
 from memsize.device.allocator_config import AllocatorConfig
@@ -205,7 +205,7 @@ def _queried(plans: Plans) -> tuple[ConvolutionWorkspace, ...]:
     )
 
 
-def verify_step(experiment: Experiment, memory: MemoryReader, progress: Callable[[str], None]) -> Verification:
+def verify_step(experiment: Experiment, memory: CudaMemory, progress: Callable[[str], None]) -> Verification:
     """Run the experiment on the device of `memory`, with convolutions also under cuDNN's benchmark, and compare.
 
     Raises what `measure` raises.
