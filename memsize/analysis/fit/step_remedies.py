@@ -51,7 +51,7 @@ Apply = Callable[[RunVariant], RunVariant]
 
 
 class Facts(NamedTuple):
-    """What a remedy changes and costs, and its groups, parted by `|`: a group of its own where none are named."""
+    """The changes and the cost of a remedy, and its groups, parted by `|`: one of its own where none is named."""
 
     changes: Changes
     groups: str
