@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
+from memsize import Finding
 from memsize.analysis.findings import fit as fit
-from memsize.analysis.findings.fit import (
-    FitEvidence as FitEvidence,
-    gpus_needed as gpus_needed,
-    what_binds as what_binds,
-    what_fits_on_the_others as what_fits_on_the_others,
-)
+from memsize.analysis.findings.fit import FitEvidence
 from memsize.analysis.fit.footprint import (
     Footprint as Footprint,
     Forecast as Forecast,
@@ -53,3 +49,8 @@ from memsize.spec.vary import (
     parse_lengths as parse_lengths,
     parse_vary as parse_vary,
 )
+
+
+def findings_of(evidence: FitEvidence, code: str) -> list[Finding]:
+    """The findings of a code among those that all rules about a fit make."""
+    return [finding for finding in fit.RULES.findings(evidence) if finding.code == code]

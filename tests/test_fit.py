@@ -44,11 +44,10 @@ from tests.fits import (
     RunVariant,
     Search,
     Vary,
+    findings_of,
     limit_of,
     parse_vary,
     replay_with_capacity,
-    what_binds,
-    what_fits_on_the_others,
 )
 from tests.gpus import budgets, card, cuda_context, larger_budgets
 from tests.models import SCENARIOS, inputs_from_data, inputs_from_specs, parse_input
@@ -757,7 +756,7 @@ def test_cards_on_which_everything_fits_have_no_largest_batch() -> None:
     row = FitRow("fp32", "fp32", "Tesla T4", 600, "found", size=8, peak=590, next_size=9, next_peak=610)
     rows = (row, replace(row, gpu="A100", status="endless"), replace(row, gpu="H100", status="endless"))
     evidence = FitEvidence(rows, (), "batch")
-    told = [finding.text() for finding in what_fits_on_the_others(evidence)]
+    told = [finding.text() for finding in findings_of(evidence, "fit-cards")]
     assert told == ["Any batch fits on A100 and H100."]
 
 
@@ -898,7 +897,7 @@ def test_free_memory_that_a_request_does_not_fit_into_is_told(alive: int, in_pie
     """
     held = Bind("backward", "head", "mm", "activation", 500 * MiB, {"activation": alive * MiB})
     row = FitRow("fp32", "fp32", "T4", 10_000 * MiB, "found", size=1, next_size=2, next_peak=99_000 * MiB, bind=held)
-    (finding,) = what_binds(FitEvidence((row,), budgets("t4"), "batch"))
+    (finding,) = findings_of(FitEvidence((row,), budgets("t4"), "batch"), "fit-binds")
     # 500 MiB are 0.488 GiB.
     free = f"{(10_500 - alive) / 1024:.2f} GiB"
     text = f" {free} are free, but in pieces smaller than the 0.49 GiB requested; expandable segments"

@@ -19,7 +19,7 @@ from memsize.documents.sections import Table
 from memsize.errors import InputError, ScenarioError
 from memsize.units import MiB, format_bytes
 from tests.conftest import Python, Write
-from tests.fits import FitEvidence, gpus_needed, likely_size
+from tests.fits import FitEvidence, findings_of, likely_size
 from tests.gpus import budget_of, card, cuda_context, spread_over
 from tests.pages import table_of
 from tests.records import FitRow
@@ -555,7 +555,7 @@ def test_of_strategies_on_as_many_gpus_the_one_that_leaves_most_is_told() -> Non
     assert [budget.name for budget in spread] == names
     sizes = zip(names, (3, 5, 9), strict=True)
     rows = tuple(FitRow("fp32", "fp32", name, 1, "found", size=size) for name, size in sizes)
-    (told,) = gpus_needed(FitEvidence(rows, spread, "batch"))
+    (told,) = findings_of(FitEvidence(rows, spread, "batch"), "fit-gpus")
     assert told.text() == "Under fp32, it needs at least 2 x Tesla T4 (fsdp=2), with batch 5 on each GPU."
 
 
@@ -583,7 +583,7 @@ def test_cards_on_which_nothing_fits_are_told() -> None:
     budgets = spread_over([budget_of(card(name)) for name in ("t4", "h100")], [parse_parallel("fsdp=1"), TWO])
     kept = {"1 x Tesla T4": None, "2 x Tesla T4": None, "1 x H100 80GB": None, "2 x H100 80GB": 3}
     rows = tuple(FitRow("fp32", "fp32", name, 1, "found" if size else "none", size=size) for name, size in kept.items())
-    assert [finding.text() for finding in gpus_needed(FitEvidence(rows, budgets, "batch"))] == [
+    assert [finding.text() for finding in findings_of(FitEvidence(rows, budgets, "batch"), "fit-gpus")] == [
         "Under fp32, nothing fits on 1 to 2 x Tesla T4.",
         "Under fp32, it needs at least 2 x H100 80GB, with batch 3 on each GPU.",
     ]
