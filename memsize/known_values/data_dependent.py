@@ -28,7 +28,7 @@ from memsize.known_values.values import (
     state_of,
     true_share_of,
 )
-from memsize.processes.simulation import open_simulation, running
+from memsize.processes.simulation import open_simulation, running_part
 from memsize.processes.user_code import running_line
 from memsize.torch_internals.sparse_tensors import in_coordinates, is_in_coordinates, places
 
@@ -293,7 +293,7 @@ class Routing:
 def imbalanced(imbalance: float | None = None, groups: int | None = None, position: int = 0) -> Iterator[None]:
     """While open, choices fall by this `imbalance` (None: as before), within these groups."""
     with open_simulation() as simulation:
-        changed = replace(simulation.get(Routing) or Routing(), groups=groups, position=position)
+        changed = replace(running_part(Routing), groups=groups, position=position)
         with simulation.with_part(Routing, changed if imbalance is None else replace(changed, imbalance=imbalance)):
             yield
 
@@ -305,8 +305,7 @@ def spread_choices(indices: torch.Tensor, dim: int | None, choices: int) -> None
     """
     if not 0 < indices.numel() <= MAX_ASSUMED_ELEMENTS or not choices:
         return
-    simulation = running()
-    routing = (simulation and simulation.get(Routing)) or Routing()
+    routing = running_part(Routing)
     each_row = indices.shape[dim] if dim is not None and indices.dim() else 1
     rows = indices.numel() // each_row
     if routing.imbalance == 1 or each_row >= choices or routing.groups == 1:

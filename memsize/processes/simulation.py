@@ -72,6 +72,12 @@ def running() -> Simulation | None:
     return _lock.simulation
 
 
+def running_part(kind: type[Part]) -> Part:
+    """Return the object of this kind in the simulation that is open in this process; a new one without either."""
+    simulation = running()
+    return (simulation and simulation.get(kind)) or kind()
+
+
 class _ProcessLock:
     """The lock on process-wide state, and its owner, who may wait for threads that it started: they need no lock."""
 

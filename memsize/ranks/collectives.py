@@ -29,7 +29,7 @@ from memsize.errors import InputError
 from memsize.known_values.data_dependent import EXCHANGED_ARE_ALIKE, REDUCED_IS_ONE
 from memsize.known_values.values import ConstantState, constant_of, is_small, set_constant, set_unknown
 from memsize.processes.patches import Patch, calling
-from memsize.processes.simulation import running
+from memsize.processes.simulation import running_part
 from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import arguments_in
@@ -128,7 +128,7 @@ def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
     buffers, group = list(_tensors(args[:1])), group_of(args)
     sent = buffers if kind in _IN_PLACE else list(_tensors(args[1:2]))
     if kind not in _LEFT and (kind != "reduce" or group.rank() == args[_ROOT]):
-        for tensor, value in received(kind, buffers, sent, args[3:5], _running_reduction().name, group):
+        for tensor, value in received(kind, buffers, sent, args[3:5], running_part(RunningReduction).name, group):
             write(tensor, value)
     # DistributedDataParallel's reducer waits for the future of the work.
     future: torch.futures.Future[Any] = torch.futures.Future()
@@ -183,11 +183,6 @@ class RunningReduction(threading.local):
     name = "sum"
 
 
-def _running_reduction() -> RunningReduction:
-    simulation = running()
-    return (simulation and simulation.get(RunningReduction)) or RunningReduction()
-
-
 def replacements() -> Iterator[Patch]:
     """Patch the functions that take a reduction, so that they note it while their collective runs."""
     for name in _NAMES.split():
@@ -199,7 +194,7 @@ def replacements() -> Iterator[Patch]:
 
 def _note_reduction(position: int, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     op = args[position] if len(args) > position else options.get("op", dist.ReduceOp.SUM)
-    noted = _running_reduction()
+    noted = running_part(RunningReduction)
     before, noted.name = noted.name, getattr(op, "op", op).name.lower()
     try:
         return original(*args, **options)

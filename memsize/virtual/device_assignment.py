@@ -22,7 +22,7 @@ from torch import Tensor, UntypedStorage
 
 from memsize.errors import InputError
 from memsize.model.tensor_storage import is_wrapper, plain_tensors
-from memsize.processes.simulation import running
+from memsize.processes.simulation import running_part
 from memsize.records.world import World
 from memsize.torch_internals.meta import is_meta
 from memsize.tracing.named_devices import Gpus
@@ -130,8 +130,7 @@ class DeviceAssignment(Gpus):
 
 def devices() -> DeviceAssignment:
     """Return the assignment of the simulation that is open in this process, for any of its threads."""
-    simulation = running()
-    return (simulation and simulation.get(DeviceAssignment)) or DeviceAssignment()
+    return running_part(DeviceAssignment)
 
 
 def gpu_of(func: Any, args: Iterable[Any]) -> int:

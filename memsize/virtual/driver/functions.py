@@ -20,7 +20,7 @@ import torch
 
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import DeviceProperties, multiprocessors
-from memsize.processes.simulation import running
+from memsize.processes.simulation import running_part
 from memsize.records.gpu import Card
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.virtual.device_assignment import DeviceAssignment, devices
@@ -48,8 +48,7 @@ _CHOOSING: Final = """
 
 
 def _streams() -> StreamOrder:
-    simulation = running()
-    return (simulation and simulation.get(StreamOrder)) or StreamOrder()
+    return running_part(StreamOrder)
 
 
 class Stream:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memsize.processes.simulation import running
+from memsize.processes.simulation import running, running_part
 from memsize.virtual.packages.flash_attn import flash_attn_func, flash_attn_varlen_func
 from memsize.virtual.packages.float8 import (
     DelayedScaling,
@@ -52,13 +52,8 @@ class _Recipes(NamedTuple):
 def _changed(**recipes: Recipe | None) -> Iterator[None]:
     simulation = running()
     assert simulation is not None, "this package is there in simulations alone"
-    with simulation.with_part(_Recipes, _recipes()._replace(**recipes)):
+    with simulation.with_part(_Recipes, running_part(_Recipes)._replace(**recipes)):
         yield
-
-
-def _recipes() -> _Recipes:
-    simulation = running()
-    return (simulation and simulation.get(_Recipes)) or _Recipes()
 
 
 @contextmanager
@@ -90,7 +85,7 @@ class _Layer(nn.Module):
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """A new parameter; a matrix may be one in float8."""
-        tensor, recipe = torch.empty(shape, **self._options), _recipes().weights
+        tensor, recipe = torch.empty(shape, **self._options), running_part(_Recipes).weights
         if recipe is not None and len(shape) == 2:
             numerics = Numerics(tensor.dtype, recipe)
             operands = numerics.operands(tensor, columns=torch.is_grad_enabled(), is_weight=True)
@@ -106,14 +101,14 @@ class _Layer(nn.Module):
                     "Data types for parameters must match when outside of autocasted region. "
                     f"Found input dtype: {x.dtype} and {name!r} dtype: {parameter.dtype}"
                 )
-        recipe = _recipes().products
+        recipe = running_part(_Recipes).products
         if isinstance(recipe, DelayedScaling) and not self._histories:
             self._histories = recipe.histories(self.products, x.device)
         return Numerics(dtype, recipe, self._accumulates)
 
     def weights_of(self, is_first_microbatch: bool | None) -> list[Any] | None:
         """The float8 weights that micro-batches share, one list for each product; None: they share none."""
-        if is_first_microbatch is None or _recipes().products is None:
+        if is_first_microbatch is None or running_part(_Recipes).products is None:
             return None
         if is_first_microbatch or not self._weights:
             self._weights = [[] for _ in range(self.products)]
