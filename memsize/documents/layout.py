@@ -9,7 +9,7 @@ from memsize.documents import Document, findings_data, plain, renamed, values_of
 from memsize.documents.sections import Bars, Part, Section, Table, Title
 from memsize.documents.shared import input_text, listed
 from memsize.records.fields import Label
-from memsize.records.layout import COPY_FIELDS, COPY_TABLE, LAYER_FIELDS, Audit, LayoutReport, audit_rows
+from memsize.records.layout import COPY_FIELDS, LAYER_FIELDS, Audit, LayoutReport, audit_rows
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.layout/1"
@@ -29,12 +29,11 @@ class LayoutDocument(Document[LayoutReport]):
         copies = sorted(report.audit.last.copies, key=lambda copy: -copy.bytes)
         shown = f", the largest {MOST_COPIES} of {len(copies):,} (JSON has them all)"
         caption = f"Copies that only rearrange{shown if len(copies) > MOST_COPIES else ''}"
-        fields = COPY_FIELDS.only(*COPY_TABLE)
         return (
             title(report),
             *self.opening(),
             *([table] if (table := layer_table(report.audit, self.depth)).rows else []),
-            *([Table.of("copies", "Copies", fields, copies[:MOST_COPIES], caption=caption)] if copies else []),
+            *([Table.of("copies", "Copies", COPY_FIELDS, copies[:MOST_COPIES], caption=caption)] if copies else []),
             *self.reasons(),
             *listed("Notes", report.notes),
         )

@@ -195,17 +195,15 @@ COPY_FIELDS: Final = Fields[Copy](
     field("tensor", "tensor", SPECS, 80, "what is copied", get=lambda copy: str(copy.tensor)),
     field("before", "from", TEXT, 85, "how it lay", cell=lambda copy, _: _strided(copy.before)),
     field("after", "to", TEXT, 85, "how the copy lies", cell=lambda copy, _: _strided(copy.after)),
-    field("bytes", "copied", BYTES, 95, "bytes of the copy"),
     field("hidden", "as", TEXT, 60, "an op of the model, or inside a kernel that frees it again", key="kind"),
     field("place", "at", TEXT, 88, "the line of code that asked for it", alone="line"),
+    field("bytes", "copied", BYTES, 95, "bytes of the copy"),
     cell={
         "tensor": lambda copy, _: Specs((copy.tensor,)),
         "hidden": lambda copy, _: "in the kernel" if copy.hidden else "an op",
     },
     alone={"hidden": "kind of copy"},
 )
-COPY_TABLE: Final = ("layer", "op", "tensor", "before", "after", "hidden", "place", "bytes")
-"""The fields of a copy in the order of the table that documents show."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
