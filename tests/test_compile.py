@@ -578,6 +578,21 @@ def test_a_program_compiles(lines: str) -> None:
     assert paths == {"0.up", "1.up"} | ({"0.down", "1.down"} & paths)
 
 
+def test_floats_of_a_graph_of_any_size_are_inputs() -> None:
+    """Dynamo makes an input of a norm's epsilon; tracing begins anew where no tensor can stand for it."""
+    lines = "model = nn.Sequential(model, nn.LayerNorm(64)).cuda()"
+    eager, compiled = ran(lines), ran(f"{lines}; model = torch.compile(model, dynamic=True)")
+    assert most_in(compiled, "forward 2") < most_in(eager, "forward 2")
+    assert not [note for note in compiled.notes if "could not be" in note]
+
+
+def test_with_compiled_autograd_each_backward_is_compiled_by_itself() -> None:
+    lines = "model = torch.compile(model)"
+    usual, compiled = ran(lines), ran(f"with torch._dynamo.config.patch(compiled_autograd=True): {lines}")
+    assert [event.delta for event in compiled.events] == [event.delta for event in usual.events]
+    assert [note[:33] for note in compiled.notes if note not in usual.notes] == ["compiled autograd is not followed"]
+
+
 def test_later_calls_run_the_code_that_the_first_one_compiled() -> None:
     """Guards are made where no mode of a run is active, and pass where they are."""
     assert run_with_graphs("model = torch.compile(model)")[1] == 1

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import RestartAnalysis
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut
 from torch._inductor import compile_fx, config
 from torch._inductor.decomposition import select_decomp_table
@@ -50,7 +51,7 @@ class Compiler:
 
     def __init__(self, capability: tuple[int, int], note: Note) -> None:
         self._capability = capability
-        self._note = note
+        self.note = note
         self._graphs = CudaGraphs()
         self._unfused: list[range] = []
         """The events of each call of a graph that could not be lowered."""
@@ -69,12 +70,12 @@ class Compiler:
         peak = max(live, default=0)
         if unfused:
             least = max((size for index, size in enumerate(live) if index not in unfused), default=0)
-            self._note(_BETWEEN.format(format_bytes(least), format_bytes(peak)))
+            self.note(_BETWEEN.format(format_bytes(least), format_bytes(peak)))
         if self._measured:
             most = max(size + (live[event - 1] if event else 0) for event, size in self._measured)
             if most > peak:
-                self._note(_MEASURED.format(format_bytes(peak), format_bytes(most)))
-            self._note(_UNFUSED_PRODUCTS)
+                self.note(_MEASURED.format(format_bytes(peak), format_bytes(most)))
+            self.note(_UNFUSED_PRODUCTS)
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
         """Compile a graph of Dynamo's with these `options` of Inductor."""
@@ -99,8 +100,10 @@ class Compiler:
             with planning(self._capability, self._graphs), _tracing(), _fakes_moved(move):
                 moved = [move.value(fake) for fake in _fakes(module, inputs)]
                 return compiling(move.graph(module), moved)
+        except RestartAnalysis:  # Dynamo begins anew, with a constant for a float that no tensor can stand for
+            raise
         except Exception as error:
-            self._note(_UNTRACED.format(_reason(error)))
+            self.note(_UNTRACED.format(_reason(error)))
             return Interpreter(Move(META).graph(as_traced)).run
 
     def _lower(
@@ -112,7 +115,7 @@ class Compiler:
             try:
                 return compile_fx.compile_fx_inner(move.graph(module), [move.value(v) for v in inputs], **options)
             except Exception as error:
-                self._note(_UNLOWERED.format(_reason(error)))
+                self.note(_UNLOWERED.format(_reason(error)))
                 return _boxed(partial(self._run_unfused, _one_by_one(as_traced)))
 
     def _measure(self, graph: GraphLowering) -> None:
@@ -158,7 +161,12 @@ def _fakes_moved(move: Move) -> AbstractContextManager[None]:
 def _fakes(module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """The inputs of a graph as Dynamo traced it with."""
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    return [node.meta.get("example_value", value) for node, value in zip(nodes, inputs, strict=True)]
+    return [_fake(node.meta.get("example_value", value), value) for node, value in zip(nodes, inputs, strict=True)]
+
+
+def _fake(fake: Any, value: Any) -> Any:
+    """The fake of an input, or the input where it is the tensor of a float, whose symbol AOTAutograd looks up."""
+    return fake if getattr(fake, "item_memo", None) is None else value
 
 
 _UNLOWERED = (

@@ -13,13 +13,14 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any, Final
 
 import torch
 import torch._dynamo as dynamo
-from torch._dynamo import trace_rules
+from torch._dynamo import compiled_autograd, trace_rules
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.external_utils import wrap_inline
@@ -70,6 +71,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         wrapping(UnspecializedNNModuleVariable, "call_function", _inlined),
         wrapping(torch._TorchCompileInductorWrapper, "__call__", _compiled, compiler),
         wrapping(dynamo, "optimize", _optimized),
+        (compiled_autograd, "_enable", contextmanager(partial(_backward_by_graph, compiler))),
     ]
     try:
         with (
@@ -147,6 +149,17 @@ def _guarding(original: Callable[..., None], *args: Any, **options: Any) -> None
 
 _counts_modes: Final[Callable[[], bool]] = getattr(
     _python_dispatch, "is_in_any_mode_without_ignore_compile_internals", lambda: True
+)
+
+
+def _backward_by_graph(compiler: Compiler, *_args: Any, **_options: Any) -> Iterator[None]:
+    """In place of compiled autograd, whose one graph of a backward is made as autograd's engine would run it."""
+    compiler.note(BY_GRAPH)
+    yield
+
+
+BY_GRAPH: Final = (
+    "compiled autograd is not followed: the backward of each compiled graph is compiled, and the rest runs eagerly"
 )
 
 
