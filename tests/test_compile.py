@@ -129,6 +129,9 @@ def test_kernels_and_patterns_that_are_passed_over_change_nothing(
     shorter = traced_anew(model, scenario + COMPILED)
     monkeypatch.setattr("memsize.compile.kernel_bodies.KernelBody._likeness", lambda _: None)
     monkeypatch.setattr("memsize.compile.patterns._functions", lambda _: frozenset())
+    monkeypatch.setattr("memsize.compile.gpu.shortcuts", lambda: ())
+    monkeypatch.setattr("memsize.compile.backend._t", lambda original, matrix: original(matrix))
+    monkeypatch.setattr("memsize.compile.devices.Move._moves", lambda *_: True)
     whole = traced_anew(model, scenario + COMPILED)
     assert (shorter.events, shorter.storages, shorter.notes) == (whole.events, whole.storages, whole.notes)
 

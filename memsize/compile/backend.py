@@ -27,6 +27,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from memsize.compile.autotuning import LEAST_MULTIPROCESSORS, most_measured
 from memsize.compile.cuda_graphs import CudaGraphs
@@ -113,7 +114,8 @@ class Compiler:
         move, as_traced = Move(CUDA), _copied(module)
         with planning(self._capability, self._graphs, lowered), suspended(), _originals():
             try:
-                return compile_fx.compile_fx_inner(move.graph(module), [move.value(v) for v in inputs], **options)
+                moved = [move.value(value) for value in inputs]
+                return compile_fx.compile_fx_inner(move.graph(module, is_propagated=True), moved, **options)
             except Exception as error:
                 self.note(_UNLOWERED.format(_reason(error)))
                 return _boxed(partial(self._run_unfused, _one_by_one(as_traced)))
@@ -147,10 +149,10 @@ def _fuse_attention(module: GraphModule) -> None:
 
 
 def _copied(module: GraphModule) -> GraphModule:
-    """The graph as it is now, which compilers change in place."""
+    """The graph as it is now, which compilers change in place; its code is written when it is called."""
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    return GraphModule(module, graph)
+    return _LazyGraphModule(module, graph)
 
 
 def _fakes_moved(move: Move) -> AbstractContextManager[None]:
@@ -245,6 +247,8 @@ def cuda_decompositions() -> dict[Any, Callable[..., Any]]:
     table = dict(select_decomp_table())
     table.update({norm: partial(_in_float32, table[norm]) for norm in _NORMS if norm in table})
     table.update({_aten.mm.default: _mm, _aten.addmm.default: _addmm})
+    if transposed := table.get(_aten.t.default):
+        table[_aten.t.default] = partial(_t, transposed)
     table.pop(_aten.bmm.default, None)
     return table
 
@@ -263,6 +267,14 @@ def _in_float32(norm: Callable[..., Any], tensor: Tensor, *args: Any) -> tuple[T
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     result, *statistics = norm(tensor.to(wide), *args)
     return (result.to(tensor.dtype), *statistics)
+
+
+def _t(original: Callable[..., Tensor], matrix: Tensor) -> Tensor:
+    """What the decomposition of `t` comes to by way of two others."""
+    if matrix.dim() != 2:
+        return original(matrix)
+    permuted: Tensor = _aten.permute.default(matrix, [1, 0])
+    return permuted
 
 
 def _is_outer(one: Tensor, other: Tensor) -> bool:

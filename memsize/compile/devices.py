@@ -53,25 +53,40 @@ class Move:
         """Move what `function` returns."""
         return self.value(function(*args, **options))
 
-    def graph(self, module: GraphModule) -> GraphModule:
-        """Move the fake results and the devices named in `module`, in place, and in the graphs inside it."""
+    def graph(self, module: GraphModule, *, is_propagated: bool = False) -> GraphModule:
+        """Move the fake results and the devices named in `module`, in place, and in the graphs inside it.
+
+        Where fakes are propagated from its inputs anyway, only those of the inputs are moved.
+        """
         for part in module.modules():
             if isinstance(part, GraphModule):
+                is_renamed = False
                 for node in part.graph.nodes:
-                    self._node(node)
-                part.recompile()
+                    if self._moves(node, is_propagated and part is module):
+                        self._values(node)
+                    is_renamed |= self._renames(node)
+                if is_renamed:
+                    part.recompile()
         return module
 
-    def _node(self, node: Node) -> None:
+    def _moves(self, node: Node, is_propagated: bool) -> bool:
+        return not is_propagated or node.op != "call_function"
+
+    def _values(self, node: Node) -> None:
         for name in _VALUES:
             if name in node.meta:
                 node.meta[name] = self.value(node.meta[name])
+
+    def _renames(self, node: Node) -> bool:
+        """Move the devices that `node` names; return whether it names any."""
         if node.op == "call_method" and node.target == "cuda":
             node.target, node.args, node.kwargs = "to", (node.args[0], self._device), {}
         is_moving = node.op == "call_method" and node.target == "to"
-        if any(_names_device(value) for value in (*node.args, *node.kwargs.values())):
-            node.args = tuple(self._device if _names_device(a, is_moving) else a for a in node.args)
-            node.kwargs = {k: self._device if _names_device(v, k == "device") else v for k, v in node.kwargs.items()}
+        if not any(_names_device(value) for value in (*node.args, *node.kwargs.values())):
+            return False
+        node.args = tuple(self._device if _names_device(a, is_moving) else a for a in node.args)
+        node.kwargs = {k: self._device if _names_device(v, k == "device") else v for k, v in node.kwargs.items()}
+        return True
 
     def _tensor(self, tensor: FakeTensor) -> FakeTensor:
         if tensor.device == self._device:

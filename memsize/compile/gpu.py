@@ -42,6 +42,7 @@ from memsize.compile.devices import GpuProperties
 from memsize.compile.generated import Origins
 from memsize.compile.kernel_bodies import KernelBody, generating
 from memsize.compile.patterns import applied_where_likely
+from memsize.compile.shortcuts import shortcuts
 from memsize.kernels.semantics import current
 from memsize.processes.patches import Patch, Patches, calling, wrapping
 from memsize.spec.stack import Release
@@ -185,6 +186,7 @@ def planning(
         wrapping(PatternMatcherPass, "apply", applied_where_likely),
         (ComboKernel, "horizontal_partition", staticmethod(_one_by_one)),
         (partitioners, "functionalize_rng_ops", lambda _joint, forward, backward, *_: (forward, backward)),
+        *shortcuts(),
         *without_driver(),
         *graphs.patches(),
         *padding(properties),
