@@ -270,7 +270,7 @@ def _in_float32(norm: Callable[..., Any], tensor: Tensor, *args: Any) -> tuple[T
 
 
 def _t(original: Callable[..., Tensor], matrix: Tensor) -> Tensor:
-    """What the decomposition of `t` comes to by way of two others."""
+    """The result of `t`, without the two decompositions that its own goes through."""
     if matrix.dim() != 2:
         return original(matrix)
     permuted: Tensor = _aten.permute.default(matrix, [1, 0])
