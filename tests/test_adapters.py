@@ -188,9 +188,51 @@ def test_freezing_by_name() -> None:
     assert trained_bytes(traced(Net(), freeze=["*norm*", "bias"])) == 4 * (WIDTH * WIDTH + 3 * 8 * WIDTH * WIDTH)
 
 
-def test_modules_that_are_trained_as_they_are() -> None:
+def test_copies_of_modules_are_trained_in_full() -> None:
+    entering = WIDTH * WIDTH + WIDTH
     trace = traced(Net(), lora="r=4,targets=up,train=enter")
-    assert trained_bytes(trace) == 4 * (3 * 4 * 5 * WIDTH + WIDTH * WIDTH + WIDTH)
+    assert trained_bytes(trace) == 4 * (3 * 4 * 5 * WIDTH + entering)
+    stored, plain = (sum(stored_bytes(t).values()) for t in (trace, traced(Net(), lora="r=4,targets=up")))
+    assert stored == plain + 4 * entering  # peft keeps the original beside the copy
+
+    every = traced(Net(), lora="r=4,train=enter")  # and puts no adapter beside either
+    assert trained_bytes(every) == 4 * (3 * 4 * 2 * 5 * WIDTH + entering)
+    four_bits = stored_bytes(traced(Net(), lora="r=4,train=enter", base="nf4"))
+    assert four_bits["enter.trained.weight"] == four_bits["enter.original_module.weight"] == 4 * WIDTH * WIDTH
+
+
+def test_trained_copies_are_pefts_own() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["enter", "up"], modules_to_save=["enter"])
+    theirs = traced(peft.get_peft_model(Net(), config))
+    ours = traced(Net(), lora="r=4,targets=enter;up,train=enter")
+    assert deltas(ours) == deltas(theirs)
+    assert sum(stored_bytes(ours).values()) == sum(stored_bytes(theirs).values())
+
+
+@pytest.mark.parametrize(("r", "blocks"), [("r=4", 4), ("oft_block_size=16", WIDTH // 16)])
+def test_the_blocks_of_oft_are_counted_by_r_or_by_their_size(r: str, blocks: int) -> None:
+    pytest.importorskip("peft")
+    trace = traced(Net(), adapter=f"oft:{r},targets=up")
+    block = WIDTH // blocks
+    assert trained_bytes(trace) == 4 * 3 * blocks * block * (block - 1) // 2  # skew-symmetric
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ("ia3:r=8", r"^ia3 has no option 'r': "),
+        ("vera:taget=up", r"^vera has no option 'taget': did you mean targets, target_modules"),
+    ],
+)
+def test_options_that_peft_does_not_have(adapter: str, message: str) -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(InputError, match=message):
+        traced(Net(), adapter=adapter)
+
+
+def test_the_scale_does_not_matter() -> None:
+    assert deltas(traced(Net(), lora="r=4,alpha=32")) == deltas(traced(Net(), lora="r=4"))
 
 
 def test_the_users_model_is_left_alone() -> None:
@@ -227,6 +269,8 @@ def stored_bytes(trace: Trace) -> dict[str, int]:
         ({"lora": "r=0"}, r"^r is 0: it should be a whole number from 1$"),
         ({"lora": "r"}, r"^cannot read the option 'r' of lora: write it like r=16,targets=q_proj;v_proj$"),
         ({"lora": "dropout=2"}, r"^dropout is 2: "),
+        ({"lora": "train=*"}, r"^lora has no layer to stand beside: train=\* takes them all$"),
+        ({"freeze": "block.0"}, r"^freeze: nothing is called 'block.0': did you mean blocks.0"),
         ({"lora": "train=head"}, r"^no module is called 'head': "),
         ({"adapter": "lore"}, r"^no adapter 'lore': did you mean lora, dora\?$"),
         ({"lora": "r=4", "adapter": "dora"}, r"^lora and adapter are both given: leave one of them out$"),
@@ -250,6 +294,37 @@ def test_a_base_that_no_layer_takes_names_those_that_it_takes() -> None:
 def test_a_base_is_quantized_once() -> None:
     report = memsize.report(Net(), (WIDTH,), base="nf4", scenarios="fp32,int8-weight")
     assert "the base is stored as nf4 already" in str(report)
+
+
+def test_a_report_names_the_base_that_leaves_layers() -> None:
+    report = memsize.report(Net(), (WIDTH,), base="nf4", lora="r=4", scenarios="bf16")
+    (finding,) = (finding for finding in report.why() if finding.code == "quantization-leaves-layers")
+    assert finding.text().startswith("nf4 under bf16 does not convert blocks.0.norm, ")
+    assert finding.bytes == 2 * 3 * 2 * WIDTH  # the norms in bfloat16, no adapter
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(4, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.up[0]
+
+
+def test_a_base_that_leaves_the_experts_says_so() -> None:
+    def notes(base: str) -> list[str]:
+        report = memsize.report(nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts()), (WIDTH,), base=base)
+        return [note for note in report.notes if "experts" in note]
+
+    (note,) = notes("nf4")
+    assert note.startswith(f"nf4 converts linear layers only: the experts' weights, {4 * WIDTH * WIDTH:,} parameters,")
+    assert not notes("mxfp4")
+
+
+def test_an_imbalance_without_experts_says_so() -> None:
+    (note,) = (note for note in memsize.report(Net(), (WIDTH,), imbalance=1.5).notes if "imbalance" in note)
+    assert note.startswith("no experts were recognized in the model")
 
 
 def test_a_report_says_when_adapters_cannot_help() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from memsize.errors import ExitError, InputError, MemsizeError, exits_caught
 from memsize.loading.target import parse_target
 from memsize.spec.model_request import ModelRequest
+from memsize.spec.training import parse_base
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,7 +132,8 @@ def model_of(
             loaded = load(target, subject.arguments, machine, own=own, online=subject.online)
             with loaded.importable(), _guarded(loaded.module), _routed(subject):
                 module = _with_trained_parts(loaded.module, subject)
-                yield Loaded(loaded.name, module, loaded.notes, maker=loaded.inputs, machine=machine)
+                notes = (*loaded.notes, *_notes(module, subject))
+                yield Loaded(loaded.name, module, notes, maker=loaded.inputs, machine=machine)
         return
     from torch import nn
 
@@ -144,7 +146,8 @@ def model_of(
     if subject.arguments:
         raise InputError("arguments are for a target, which is built with them: this module exists already")
     with _users_code_runs(), _guarded(model), _routed(subject):
-        yield Loaded(type(model).__name__, _with_trained_parts(model, subject), (), maker=None, machine=machine)
+        module = _with_trained_parts(model, subject)
+        yield Loaded(type(model).__name__, module, _notes(module, subject), maker=None, machine=machine)
 
 
 def _with_trained_parts(model: nn.Module, subject: ModelRequest) -> nn.Module:
@@ -153,6 +156,24 @@ def _with_trained_parts(model: nn.Module, subject: ModelRequest) -> nn.Module:
     from memsize.precision.adapters import with_trained_parts
 
     return with_trained_parts(model, parts)
+
+
+def _notes(model: nn.Module, subject: ModelRequest) -> tuple[str, ...]:
+    """Name the options of `subject` that do nothing to the experts of `model`, or to a model without any."""
+    if subject.base is None and subject.imbalance == 1:
+        return ()
+    from memsize.model.experts import expert_parameters
+    from memsize.precision.layouts import LAYOUTS
+
+    (experts, fused), notes = expert_parameters(model), []
+    if subject.imbalance != 1 and not experts:
+        notes.append("no experts were recognized in the model: imbalance only affects choices by top-k, argmax or sort")
+    if subject.base is not None and fused and not LAYOUTS[parse_base(subject.base)].experts:
+        notes.append(
+            f"{subject.base} converts linear layers only: the experts' weights, {fused:,} parameters, stay as the "
+            "scenario has them; mxfp4 and nvfp4 convert them too"
+        )
+    return tuple(notes)
 
 
 def _routed(subject: ModelRequest) -> AbstractContextManager[None]:

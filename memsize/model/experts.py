@@ -1,4 +1,4 @@
-"""Parameters of a mixture of experts that one token uses: those of a few experts of each layer, and all the others."""
+"""Parameters of a mixture of experts: all, and those that one token uses, which has a few experts in each layer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,24 @@ class _ExpertLayer(NamedTuple):
     parameters: int
     chosen: int | None
     """How many experts a token goes to."""
+    fused: bool
+    """Whether one weight holds all experts."""
 
 
 def active_parameters(model: nn.Module) -> int | None:
     """How many parameters one token uses; None without experts, or where nothing says how many a router chooses."""
-    layers = list(_expert_layers(model, None))
     idle = 0
-    for experts, parameters, chosen in layers:
+    for experts, parameters, chosen, _ in _expert_layers(model, None):
         if chosen is None:
             return None
         idle += parameters // experts * max(experts - chosen, 0)
     return sum(p.numel() for p in model.parameters()) - idle if idle else None
+
+
+def expert_parameters(model: nn.Module) -> tuple[int, int]:
+    """How many parameters belong to experts, and how many of these to 3-dimensional weights; (0, 0) without experts."""
+    layers = list(_expert_layers(model, None))
+    return sum(layer.parameters for layer in layers), sum(layer.parameters for layer in layers if layer.fused)
 
 
 def _expert_layers(module: nn.Module, chosen: int | None) -> Iterator[_ExpertLayer]:
@@ -38,9 +45,9 @@ def _expert_layers(module: nn.Module, chosen: int | None) -> Iterator[_ExpertLay
         weights = [weight for weight in child._parameters.values() if weight is not None]
         is_named = "expert" in f"{name} {type(child).__name__}".lower()
         if is_named and any(weight.dim() == 3 for weight in weights) and len(set(map(len, weights))) == 1:
-            yield _ExpertLayer(len(weights[0]), sum(weight.numel() for weight in weights), chosen)
+            yield _ExpertLayer(len(weights[0]), sum(weight.numel() for weight in weights), chosen, True)
         elif is_named and isinstance(child, _LISTS) and len(child) > 1:
-            yield _ExpertLayer(len(child), sum(weight.numel() for weight in child.parameters()), chosen)
+            yield _ExpertLayer(len(child), sum(weight.numel() for weight in child.parameters()), chosen, False)
         else:
             yield from _expert_layers(child, chosen)
 

@@ -8,19 +8,20 @@ other kinds, and LoRA beside layers that are not linear, are made by peft where 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memsize.errors import InputError, MemsizeError, UnknownInputError, first_line
+from memsize.errors import InputError, MemsizeError, UnknownInputError, first_line, nearest
 from memsize.loading.hubs import quiet
 from memsize.loading.library_imports import torchvision_importable
 from memsize.model.meta_copy import MetaCopier
 from memsize.precision.layouts import LAYOUTS
-from memsize.precision.quantized import ADAPTER, BASE, converts, is_adapter, is_unpacked
-from memsize.spec.training import BASES, PEFT_CONFIGS, Adapter, TrainedParts, matches, parse_base
+from memsize.precision.quantized import ADAPTER, BASE, WHOLE, converts, is_adapter, is_unpacked
+from memsize.spec.training import ADAPTER_OPTIONS, BASES, PEFT_CONFIGS, Adapter, TrainedParts, matches, parse_base
 
 _PROJECTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 """The output projection of an attention module, which reads the weight and calls no forward."""
@@ -53,8 +54,9 @@ def has_adapters(model: nn.Module) -> bool:
 def add_adapters(model: nn.Module, adapter: Adapter) -> None:
     """Freeze `model`, a copy that memsize may change, and put adapters beside the layers that `adapter` targets."""
     linears = {path: (module, inside, outside) for path, module, inside, outside in linear_layers(model)}
-    targets = _targets(model, adapter, linears)
     trained = [path for pattern in adapter.train for path in _matching_modules(model, pattern)]
+    trained = [path for path in trained if not any(path.startswith(f"{other}.") for other in trained)]
+    targets = _targets(model, adapter, linears, trained)
     model.requires_grad_(False)
     if adapter.kind == "lora" and all(path in linears for path in targets):
         for path in targets:
@@ -63,8 +65,9 @@ def add_adapters(model: nn.Module, adapter: Adapter) -> None:
             model.get_submodule(parent)._modules[name] = LoRALinear(module, inside, outside, adapter)
     else:
         _add_by_peft(model, adapter, targets)
-    for path in trained:
-        model.get_submodule(path).requires_grad_(True)
+    for path in dict.fromkeys(trained):
+        parent, _, name = path.rpartition(".")
+        model.get_submodule(parent)._modules[name] = TrainedCopy(model.get_submodule(path))
 
 
 class LoRALinear(nn.Module):
@@ -110,6 +113,26 @@ class LoRALinear(nn.Module):
         return result + self._added(x.to(self.lora_A.weight.dtype)).to(result.dtype)
 
 
+class TrainedCopy(nn.Module):
+    """A frozen module with the copy that is trained in its place, as peft's `ModulesToSaveWrapper` has both."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original_module = original
+        self.trained = deepcopy(original).requires_grad_(True)
+        for module in self.modules():
+            vars(module)[WHOLE] = True
+
+    @property
+    def weight(self) -> Any:
+        """The copy's weight, which some models read."""
+        return self.trained.weight
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The copy's output."""
+        return self.trained(*args, **kwargs)
+
+
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, int]]:
     """Linear layers but the head, with their paths and widths; transformers' `Conv1D` stores its weight transposed."""
     ask = getattr(model, "get_output_embeddings", None)
@@ -123,10 +146,17 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, int]]
             yield path, module, int(module.nx), int(module.nf)
 
 
-def _targets(model: nn.Module, adapter: Adapter, linears: dict[str, tuple[nn.Module, int, int]]) -> list[str]:
-    """The paths of the layers with adapters: without targets all linear ones, as peft's ``all-linear``."""
+def _targets(
+    model: nn.Module, adapter: Adapter, linears: dict[str, tuple[nn.Module, int, int]], trained: Sequence[str]
+) -> list[str]:
+    """The paths of the layers with adapters: without targets all linear ones, as peft's ``all-linear``. A module that
+    is `trained` in full has none.
+    """
     paths = [path for pattern in adapter.targets for path in _matching_layers(model, pattern, linears)]
-    paths = list(dict.fromkeys(paths or filter(None, linears)))
+    whole = tuple(f"{path}." for path in trained)
+    paths = [path for path in dict.fromkeys(paths or filter(None, linears)) if not f"{path}.".startswith(whole)]
+    if not paths and trained:
+        raise InputError(f"{adapter.kind} has no layer to stand beside: train={';'.join(adapter.train)} takes them all")
     if not paths:
         raise InputError(f"{adapter.kind} has no layer to stand beside: no linear layer is inside the model")
     widths = {path: min(linears[path][1:]) for path in paths if path in linears}
@@ -164,7 +194,10 @@ def _freeze_matching(model: nn.Module, pattern: str) -> None:
     frozen = [p for name, p in named.items() if matches(name, pattern) or any(name.startswith(f"{p}.") for p in paths)]
     if not frozen:
         names = dict.fromkeys(part for name in named for part in name.split(".") if not part.isdecimal())
-        raise UnknownInputError("parameter", pattern, names, problem=f"freeze: nothing is called {pattern!r}")
+        near = nearest(pattern, [path for path, _ in model.named_modules() if path]) if "." in pattern else None
+        raise UnknownInputError(
+            "parameter", pattern, names, near=near or None, problem=f"freeze: nothing is called {pattern!r}"
+        )
     for parameter in frozen:
         parameter.requires_grad_(False)
 
@@ -184,13 +217,20 @@ def _add_by_peft(model: nn.Module, adapter: Adapter, targets: list[str]) -> None
         options["vera_dropout" if adapter.kind == "vera" else "lora_dropout"] = adapter.dropout
     if adapter.kind == "dora":
         options["use_dora"] = True
+    if adapter.kind == "oft":
+        if "r" in options:  # peft takes one of the two
+            options.setdefault("oft_block_size", 0)
+        if "dropout" in options:
+            options["module_dropout"] = options.pop("dropout")
+    if "alpha" in options and adapter.kind in ("lora", "dora"):
+        options["lora_alpha"] = options.pop("alpha")
     if adapter.kind == "ia3":
         options.setdefault("feedforward_modules", [])
     config = getattr(peft, PEFT_CONFIGS[adapter.kind])
-    if (unknown := next((name for name in options if name not in config.__dataclass_fields__), None)) is not None:
-        raise UnknownInputError(
-            "option", unknown, config.__dataclass_fields__, problem=f"{adapter.kind} has no option {unknown!r}"
-        )
+    fields = config.__dataclass_fields__
+    if (unknown := next((name for name in options if name not in fields), None)) is not None:
+        names = [*(name for name in ADAPTER_OPTIONS if name != unknown), *fields]
+        raise UnknownInputError("option", unknown, names, problem=f"{adapter.kind} has no option {unknown!r}")
     try:
         with quiet(logging.WARNING):
             peft.get_peft_model(model, config(**options))  # which changes the model in place

@@ -78,6 +78,8 @@ def apply_layout(model: nn.Module, layout: Layout, skipped: tuple[str, ...] | No
 
 ADAPTER: Final = "_memsize_adapter"
 """Set on modules whose parameters are an adapter's: no scenario casts or quantizes them."""
+WHOLE: Final = "_memsize_trained_whole"
+"""Set on modules that are trained in full beside adapters, and on their originals: no base takes them."""
 BASE: Final = "_memsize_base"
 """Set on a model whose linear layers every scenario stores under this layout."""
 
@@ -163,7 +165,7 @@ def _converted(
     """The modules that `layout` converts by their paths, and the reasons for those that it leaves alone."""
     covered, left = {}, {}
     for path, module in model.named_modules():
-        if is_adapter(module) or not any(parameter is not None for parameter in module._parameters.values()):
+        if is_adapter(module) or WHOLE in vars(module) or not any(parameter is not None for parameter in module._parameters.values()):
             continue
         reason = _left_alone(module, path, layout)
         if reason is None and is_skipped(path, patterns):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from memsize.errors import InputError
+from memsize.model.experts import expert_parameters
 from memsize.ranks.sharding import with_own_buckets
 from memsize.records.finding import join_names
 from memsize.records.trace import Trace
@@ -306,6 +307,8 @@ def plan_of(model: Any, size: int) -> dict[str, str]:
     """Return the style of each layer by its name, ``*`` for numbers. Raises `InputError` if there is no such plan."""
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, dict) or not plan or not hasattr(model, "_expand_parallel_plan"):
+        if not expert_parameters(model)[0]:
+            raise InputError(f"{type(model).__name__} has no experts to divide over ep={size}: ddp and fsdp spread it")
         raise InputError(
             f"{type(model).__name__} has no plan for tensor parallelism (transformers' tp_plan): divide it in a step= "
             "of your own, with memsize.trace(world=…) and parallelize_module"
@@ -366,6 +369,8 @@ def expert_plan_of(model: Any, size: int) -> dict[str, str]:
     """
     plan = getattr(model, "ep_plan", None)
     if not isinstance(plan, dict) or _DISPATCHING not in plan.values():
+        if not expert_parameters(model)[0]:
+            raise InputError(f"{type(model).__name__} has no experts to divide over ep={size}: ddp and fsdp spread it")
         raise InputError(
             f"{type(model).__name__} has no plan for expert parallelism (transformers' ep_plan): divide its experts in "
             "a step= of your own, with memsize.trace(world=…)"

@@ -132,15 +132,18 @@ PEFT_CONFIGS: Final = {
 BASES: Final = ("nf4", "nf4-double", "fp4", "int8", "fp8", "mxfp4", "nvfp4")
 """Formats of a frozen base. Each is the scenario of this name; fp8 is `fp8-weight`."""
 RANK: Final = 16
-_OWN: Final = ("r", "alpha", "dropout", "targets", "train")
+ADAPTER_OPTIONS: Final = ("r", "alpha", "dropout", "targets", "train")
+"""The options of LoRA; those of other kinds are also named as peft's configuration names them."""
+_UNRANKED: Final = ("ia3", "oft")
+"""Kinds whose `r` and `dropout` mean something else to peft, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """Adapters of one kind beside the layers that match one of `targets` (empty: every linear layer but the head).
 
-    `rank` is the inner width, `dropout` the probability on the adapter's input. Modules that match `train` are trained
-    as they are, as peft's `modules_to_save`. `options` go to the configuration of peft.
+    `rank` is the inner width, `dropout` the probability on the adapter's input. Copies of the modules
+    that match `train` are trained in full, as peft's `modules_to_save`. `options` go to the configuration of peft.
     """
 
     kind: str = "lora"
@@ -151,7 +154,7 @@ class Adapter:
     options: tuple[tuple[str, object], ...] = ()
 
     def __str__(self) -> str:
-        rank = "" if self.kind in ("ia3", "oft") else f" of rank {self.rank}"
+        rank = "" if self.kind in _UNRANKED else f" of rank {self.rank}"
         targets = f" beside {', '.join(self.targets)}" if self.targets else ""
         return f"{self.kind}{rank}{targets}"
 
@@ -178,11 +181,11 @@ def parse_lora(text: str, kind: str = "lora") -> Adapter:
         if name in ("targets", "train"):
             patterns = tuple(filter(None, map(str.strip, value.split(";"))))
             adapter = replace(adapter, targets=patterns) if name == "targets" else replace(adapter, train=patterns)
-        elif name == "r":
+        elif name == "r" and kind not in _UNRANKED:
             if not value.isdecimal() or not int(value):
                 raise InputError(f"r is {value}: it should be a whole number from 1")
             adapter = replace(adapter, rank=int(value))
-        elif name == "dropout":
+        elif name == "dropout" and kind not in _UNRANKED:
             try:
                 probability = float(value)
             except ValueError:
@@ -190,8 +193,8 @@ def parse_lora(text: str, kind: str = "lora") -> Adapter:
             if not 0 <= probability < 1:
                 raise InputError(f"dropout is {value}: it should be a number from 0 to below 1")
             adapter = replace(adapter, dropout=probability)
-        elif kind == "lora" and name not in _OWN:
-            raise UnknownInputError("option", name, _OWN, problem=f"lora has no option {name!r}")
+        elif kind == "lora" and name not in ADAPTER_OPTIONS:
+            raise UnknownInputError("option", name, ADAPTER_OPTIONS, problem=f"lora has no option {name!r}")
         else:
             try:
                 literal: object = ast.literal_eval(value)

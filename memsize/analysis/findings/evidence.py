@@ -34,16 +34,18 @@ class Crossover:
 class Evidence:
     """`as_given` is the run of the model as it is; `runs` the scenarios that apply, by name.
 
-    `skipped_layers` maps each quantized scenario to the modules that it leaves alone, with the reasons. `crossover`
-    compares what fp32 (first) and `amp` (second) keep from one batch size to the next. `buckets` are the bytes of the
-    gradient buckets of distributed training (None without it), and whether the gradients lie in them. `peaks` are those
-    of training, `inference` those of one forward, by scenario, both on `gpu`; `untrained` says why a scenario has no
-    training. Where the training is `spread` over several GPUs, its steps are not in `runs`.
+    `skipped_layers` maps each quantized scenario to the modules that it leaves alone, with the reasons; `base` is the
+    format in which each of them stores the linear layers, if that was asked. `crossover` compares what fp32 (first) and
+    `amp` (second) keep from one batch size to the next. `buckets` are the bytes of the gradient buckets of distributed
+    training (None without it), and whether the gradients lie in them. `peaks` are those of training, `inference` those
+    of one forward, by scenario, both on `gpu`; `untrained` says why a scenario has no training. Where the training is
+    `spread` over several GPUs, its steps are not in `runs`.
     """
 
     as_given: Trace
     runs: Mapping[str, Trace] = field(default_factory=dict)
     skipped_layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    base: str = ""
     readings: tuple[ToolReport, ...] = ()
     crossover: Crossover | None = None
     peaks: Mapping[str, GpuEstimate] = field(default_factory=dict)
@@ -55,6 +57,10 @@ class Evidence:
     amp: str | None = None
     buckets: tuple[int, bool] | None = None
     spread: Parallel | None = None
+
+    def quantizing(self, scenario: str) -> str:
+        """What quantizes the model under `scenario`, in words."""
+        return f"{self.base} under {scenario}" if self.base else scenario
 
     def totals(self, scenario: str) -> Totals | None:
         """The totals of a scenario, where it was run."""

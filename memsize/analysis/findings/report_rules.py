@@ -29,12 +29,13 @@ _LINES: Final = 3
 def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
     for name, skipped in evidence.skipped_layers.items():
         trace = evidence.runs[name]
-        unquantized = [t for t in trace.tensors if t.kind == "parameter" and not t.parts and t.bytes]
+        stored = [t for t in trace.tensors if t.kind == "parameter" and t.layer in skipped]
+        unquantized = [t for t in stored if not t.parts and t.bytes]
         size = bytes_of(unquantized)
         done = [t for t in trace.tensors if t.kind == "packed" or (t.parts and t.kind == "parameter")]
         if not done or not skipped:
             continue
-        values: dict[str, object] = {"name": name, "done": layers_of(done), "small": Bytes(bytes_of(done))}
+        values: dict[str, object] = {"name": evidence.quantizing(name), "done": layers_of(done), "small": Bytes(bytes_of(done))}
         values |= {"left": tuple(skipped), "reason": "; ".join(dict.fromkeys(skipped.values()))}
         values |= {"size": Bytes(size), "dtypes": stored_dtypes(unquantized)}
         brief = "{name} does not convert {left}: {size} stay in {dtypes}."
@@ -53,7 +54,7 @@ def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
         if size:
             layers = tuple(dict.fromkeys(trace.layers[copy.layer].path for copy in copies))
             dtypes = tuple(dict.fromkeys(copy.dtype for copy in copies))
-            values = {"name": name, "layers": layers, "dtypes": dtypes, "bytes": Bytes(size)}
+            values = {"name": evidence.quantizing(name), "layers": layers, "dtypes": dtypes, "bytes": Bytes(size)}
             text = (
                 "{name} unpacks the weights of {layers} to {dtypes} for each product and keeps these copies for "
                 "backward: {bytes}. Inference frees them one by one."
