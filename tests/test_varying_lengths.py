@@ -141,3 +141,9 @@ def test_the_timeline_has_a_row_for_each_setting(tmp_path: Path, capsys: pytest.
     shown = " ".join(capsys.readouterr().out.split())
     assert "Texts vary in length: in a random order, their batches reserve" in shown
     assert "expandable_segments" in shown and "max_split_size_mb:128" in shown and "buckets: powers of two" in shown
+
+
+def test_other_commands_say_that_they_run_the_longest() -> None:
+    report = memsize.report("hf:gpt2", seq_len="16..64:normal", arguments={"num_hidden_layers": 1}, scenarios="fp32")
+    (note,) = (note for note in report.notes if "tokens" in note)
+    assert note.startswith("of texts with 16 to 64 tokens, the longest are run; memsize timeline compares batches")

@@ -11,6 +11,7 @@ from memsize.errors import ExitError, InputError, MemsizeError, exits_caught
 from memsize.loading.target import parse_target
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.training import parse_base
+from memsize.spec.vary import Lengths
 
 if TYPE_CHECKING:
     from torch import nn
@@ -159,13 +160,19 @@ def _with_trained_parts(model: nn.Module, subject: ModelRequest) -> nn.Module:
 
 
 def _notes(model: nn.Module, subject: ModelRequest) -> tuple[str, ...]:
-    """Name the options of `subject` that do nothing to the experts of `model`, or to a model without any."""
+    """Name the options of `subject` that only affect a part of `model`, or of its inputs."""
+    lengths, notes = subject.seq_len, []
+    if isinstance(lengths, Lengths):
+        notes.append(
+            f"of texts with {lengths.shortest:,} to {lengths:,} tokens, the longest are run; memsize timeline compares "
+            "batches of varying lengths in training"
+        )
     if subject.base is None and subject.imbalance == 1:
-        return ()
+        return tuple(notes)
     from memsize.model.experts import expert_parameters
     from memsize.precision.layouts import LAYOUTS
 
-    (experts, fused), notes = expert_parameters(model), []
+    experts, fused = expert_parameters(model)
     if subject.imbalance != 1 and not experts:
         notes.append("no experts were recognized in the model: imbalance only affects choices by top-k, argmax or sort")
     if subject.base is not None and fused and not LAYOUTS[parse_base(subject.base)].experts:
