@@ -280,6 +280,10 @@ def test_a_pipeline_of_the_hub(tmp_path: Path, folder: Path, monkeypatch: pytest
     report = memsize.report("org/small", batch_size=1, scenarios="as-given")
     assert report.model == "diffusers:org/small (StableDiffusionPipeline)"
     assert memsize.report("diffusers:org/small/unet", scenarios="as-given").model.endswith("(UNet2DConditionModel)")
+    with pytest.raises(
+        memsize.MemsizeError, match=r"^no such folder: sd15: .*stable-diffusion-v1-5/stable-diffusion-v1-5"
+    ):
+        memsize.report("diffusers:sd15")
     with pytest.raises(memsize.MemsizeError, match="no folder, file, preset or cached config"):
         memsize.report("diffusers:org/smal")
 

@@ -87,7 +87,10 @@ def test_the_busiest_gpu_gets_more_tokens(mixtral: str, imbalance: float, busies
 def test_experts_that_cannot_be_divided(mixtral: str) -> None:
     with pytest.raises(InputError, match=r"^8 experts cannot be divided evenly over ep=16; ep=8 works$"):
         traced(mixtral, "ep=16")
-    for module, message in ((nn.Linear(8, 8), "Sequential has no experts to divide over ep=2"), (Layer(1), "no plan for")):
+    for module, message in (
+        (nn.Linear(8, 8), "Sequential has no experts to divide over ep=2"),
+        (Layer(1), "no plan for"),
+    ):
         with pytest.raises(InputError, match=message):
             memsize.trace(nn.Sequential(module), (8,), optimizer="sgd", gpu="h100", parallel="ep=2")
 

@@ -446,7 +446,8 @@ def test_what_cannot_be_asked(options: dict[str, Any], message: str, config: Cal
         ("vllm=0.9.7", r"vLLM '0\.9\.7' is not a known release: the nearest are 0\.9\.2 and 0\.10\.0"),
         ("vllm=0.1", r"vLLM '0\.1' is not a known release: the nearest is 0\.4\.1"),
         ("vllm=0.99", r"vLLM '0\.99' is not a known release: the nearest is 0\.33\.0"),
-        ("vllm=new", "vLLM 'new' is not a known release"),
+        ("vllm=99", r"vLLM '99' is not a known release: the nearest is 0\.33\.0"),
+        ("vllm=new", r"vLLM 'new' is not a known release: the nearest is 0\.33\.0"),
         ("sglang=0.5.23", r"SGLang '0\.5\.23' is not a known release: the nearest is 0\.5\.9"),
     ],
 )

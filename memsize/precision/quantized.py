@@ -165,7 +165,11 @@ def _converted(
     """The modules that `layout` converts by their paths, and the reasons for those that it leaves alone."""
     covered, left = {}, {}
     for path, module in model.named_modules():
-        if is_adapter(module) or WHOLE in vars(module) or not any(parameter is not None for parameter in module._parameters.values()):
+        if (
+            is_adapter(module)
+            or WHOLE in vars(module)
+            or not any(parameter is not None for parameter in module._parameters.values())
+        ):
             continue
         reason = _left_alone(module, path, layout)
         if reason is None and is_skipped(path, patterns):

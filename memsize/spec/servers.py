@@ -281,8 +281,8 @@ def rules_of(text: str | None) -> Rules:
     version = _version(release.strip()) if release else server.read[-1]
     releases = sorted({*server.read, *server.unread})
     if version not in releases:
-        before = [other for other in releases if version and other < version][-1:]
-        nearest = [*before, *[other for other in releases if not version or other > version][:1]]
+        before = [other for other in releases if not version or other < version][-1:]
+        nearest = [*before, *[other for other in releases if version and other > version][:1]]
         names = [".".join(map(str, other)) for other in nearest]
         hint = f"the nearest are {' and '.join(names)}" if names[1:] else f"the nearest is {names[0]}"
         raise InputError(f"{server.title} {quoted(release.strip())} is not a known release: {hint}")
@@ -309,5 +309,5 @@ def engine_on(rules: Rules, card: Card) -> Rules:
 
 def _version(text: str) -> Version:
     """Numbers of ``v0.6.4.post1``, without what was posted after the release; () where it cannot be read."""
-    match = re.fullmatch(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.\d+)?(?:\.?post\d+)?", text)
+    match = re.fullmatch(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?(?:\.\d+)?(?:\.?post\d+)?", text)
     return tuple(int(number or 0) for number in match.groups()) if match else ()

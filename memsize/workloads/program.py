@@ -105,8 +105,8 @@ class Program:
         self.hub_weights = HubWeights(self.ledger, self.stand_ins)
         self.packages = SimulatedPackages(self.ledger.evaluator.notes.setdefault)
         self.checkpointing = CheckpointingCalls(lambda: shown(self._lines()))
-        self.unused_checkpointing: str | None = None
-        """Where checkpointing was switched on, if it recomputed nothing."""
+        self._checkpointing: str | None = None
+        """Where checkpointing is switched on at an optimizer step."""
         self.calls = ProgramCalls(self.ledger, self._before_forward)
         self._refused: list[tuple[int, int, Refused]] = []
         """Each with the number of events before it, and the layer as the clock numbers it."""
@@ -230,8 +230,6 @@ class Program:
 
     def _note_variables(self) -> None:
         self.gpu_variables = holders(self.ledger.index_of)
-        if not self.ledger.clock.recomputes:
-            self.unused_checkpointing = self.checkpointing.without_match or switched_on(self.calls.seen)
 
     def _stop(self) -> None:
         if self._end is None:
@@ -241,6 +239,7 @@ class Program:
         raise StopProgram
 
     def _before_step(self) -> None:
+        self._checkpointing = self._checkpointing or self.checkpointing.without_match or switched_on(self.calls.seen)
         self.after.before_step()
 
     def _before_forward(self, training: bool = True) -> None:
@@ -249,6 +248,11 @@ class Program:
             self.ledger.begin_step(1)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    @property
+    def unused_checkpointing(self) -> str | None:
+        """Where checkpointing was switched on, if it recomputed nothing."""
+        return None if self.ledger.clock.recomputes else self._checkpointing
 
     @property
     def refused(self) -> tuple[Refused, ...]:

@@ -35,7 +35,11 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
         done = [t for t in trace.tensors if t.kind == "packed" or (t.parts and t.kind == "parameter")]
         if not done or not skipped:
             continue
-        values: dict[str, object] = {"name": evidence.quantizing(name), "done": layers_of(done), "small": Bytes(bytes_of(done))}
+        values: dict[str, object] = {
+            "name": evidence.quantizing(name),
+            "done": layers_of(done),
+            "small": Bytes(bytes_of(done)),
+        }
         values |= {"left": tuple(skipped), "reason": "; ".join(dict.fromkeys(skipped.values()))}
         values |= {"size": Bytes(size), "dtypes": stored_dtypes(unquantized)}
         brief = "{name} does not convert {left}: {size} stay in {dtypes}."

@@ -125,12 +125,13 @@ def activations_stay(roles: Mapping[Role, int], frozen: float, code: str) -> Ite
     total, grows = sum(roles.values()), sum(size for role, size in roles.items() if role not in FIXED)
     if frozen < _FROZEN or grows * 4 < total * 3:
         return
+    states = sum(roles.get(role, 0) for role in ("gradient", "optimizer state", "master weight"))
+    saved = ", so gradients and optimizer state take {states};" if states else ","  # none before the first backward
     text = (
-        "Only {trained} % of the parameters are trained, so gradients and optimizer state take {states}; but {share} % "
+        f"Only {{trained}} % of the parameters are trained{saved} but {{share}} % "
         "of the peak ({grows}) grows with the batch, and adapters do not change that. Activation checkpointing, a "
         "shorter input or a smaller batch reduces it."
     )
-    states = sum(roles.get(role, 0) for role in ("gradient", "optimizer state", "master weight"))
     values: dict[str, object] = {"trained": f"{100 * (1 - frozen):.2g}", "share": round(100 * grows / total)}
     yield Finding(code, text, values | sizes(states=states, grows=grows), bytes=grows, brief=text)
 

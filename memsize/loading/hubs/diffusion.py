@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memsize.errors import TargetError
+from memsize.errors import TargetError, UnknownTargetError
 from memsize.loading.building import LoadedModel
 from memsize.loading.hubs import build_library_model, import_library, quiet, unknown_name
 from memsize.loading.hubs.hub_files import CONFIG, PIPELINE, cached_file, fetched_file, read_config
@@ -143,7 +143,8 @@ def _configs_of(name: str, online: bool) -> tuple[_Configs, str | None, tuple[st
     organization, _, rest = name.partition("/")
     repository, _, path = rest.partition("/")
     if not is_hub_id(id := f"{organization}/{repository}"):
-        raise TargetError(f"no such folder: {folder}")
+        ids = [id for id, preset in presets().items() if preset.parts]
+        raise UnknownTargetError("pipeline", name, ids, problem=f"no such folder: {folder}")
     if cached := cached_file(id, PIPELINE):
         return partial(_config_in, cached.parent), path or None, ()
     preset = presets().get(id)
