@@ -59,7 +59,7 @@ class Evidence:
     spread: Parallel | None = None
 
     def quantizing(self, scenario: str) -> str:
-        """What quantizes the model under `scenario`, in words."""
+        """The base and `scenario`, or a quantized scenario by itself, in words."""
         return f"{self.base} under {scenario}" if self.base else scenario
 
     def totals(self, scenario: str) -> Totals | None:
