@@ -72,6 +72,12 @@ def running() -> Simulation | None:
     return _lock.simulation
 
 
+def current_part(kind: type[Part]) -> Part | None:
+    """Return the object of this kind in the simulation that this code runs in, `None` if there is none."""
+    simulation = current()
+    return simulation.get(kind) if simulation else None
+
+
 def running_part(kind: type[Part]) -> Part:
     """Return the object of this kind in the simulation that is open in this process; a new one without either."""
     simulation = running()

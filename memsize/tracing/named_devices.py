@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from memsize.processes.simulation import Function, Override, current
+from memsize.processes.simulation import Function, Override, current_part
 from memsize.torch_internals.meta import is_meta
 
 _device: Any = vars(torch._C.TensorBase)["device"]
@@ -140,8 +140,7 @@ _ONE_GPU: Final = Gpus()
 
 
 def _gpus() -> Gpus:
-    simulation = current()
-    return (simulation and simulation.get(Gpus)) or _ONE_GPU
+    return current_part(Gpus) or _ONE_GPU
 
 
 def gpu_place(number: int | None) -> torch.device:

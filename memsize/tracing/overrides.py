@@ -26,7 +26,7 @@ from memsize.cuda import autocast
 from memsize.kernels.attention import UNCOMPILED_FLEX, flex_attention
 from memsize.known_values.data_dependent import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
 from memsize.known_values.values import ConstantState, constant_of, set_constant
-from memsize.processes.simulation import Function, Override, ThreadPatches, current
+from memsize.processes.simulation import Function, Override, ThreadPatches, current_part
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import map_tensors, tensors_in
 from memsize.torch_internals.sparse_tensors import is_in_coordinates
@@ -54,7 +54,7 @@ def overridden(notes: dict[str, None]) -> Iterator[None]:
 
 
 def _note(remark: str) -> None:
-    if (simulation := current()) and (notes := simulation.get(_Notes)):
+    if notes := current_part(_Notes):
         notes.remarks[remark] = None
 
 
@@ -93,8 +93,7 @@ class Compiles:
 
 def compilation() -> Compiles | None:
     """The part of this thread's simulation in which `torch.compile` compiles, if it does."""
-    simulation = current()
-    return simulation.get(Compiles) if simulation else None
+    return current_part(Compiles)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from memsize.model.meta_copy import in_mode
 from memsize.model.restored_globals import restored_globals
 from memsize.model.tensor_storage import plain_tensors, stored_tensors
 from memsize.precision.recipes import RunPrecision
-from memsize.processes.simulation import Function, Override, ThreadPatches, current
+from memsize.processes.simulation import Function, Override, ThreadPatches, current_part
 from memsize.records.roles import Role
 from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
 from memsize.spec.model_request import Call
@@ -81,13 +81,13 @@ def calls_seen(ledger: Ledger) -> Iterator[None]:
 
 def _resized(original: Function, storage: torch.UntypedStorage, size: int) -> Any:
     result = original(storage, size)
-    if (simulation := current()) and (ledger := simulation.get(Ledger)):
+    if ledger := current_part(Ledger):
         ledger.resized(storage)
     return result
 
 
 def _hooked(original: Function, tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-    if (simulation := current()) and (ledger := simulation.get(Ledger)):
+    if ledger := current_part(Ledger):
         ledger.hooks.add(behavior_of(hook))
     return original(tensor, hook)
 

@@ -16,7 +16,7 @@ from torch import nn
 from memsize.analysis.remedies import NotApplicable
 from memsize.loading.hubs.diffusion import Pipeline
 from memsize.model.tensor_storage import plain_tensors
-from memsize.processes.simulation import current
+from memsize.processes.simulation import current_part
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Setup
 
@@ -99,7 +99,7 @@ def _load_alone(weights: _Weights, *_: object) -> None:
 
 
 def _empty_cache() -> None:
-    if (simulation := current()) and (ledger := simulation.get(Ledger)):
+    if ledger := current_part(Ledger):
         ledger.empty_cache()
 
 
