@@ -46,12 +46,12 @@ class FusedAdam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that a step reads, or fill them with zeros."""
-        if self._gradient == "grad" and not set_to_none:
-            super().zero_grad(set_to_none=False)
+        if self._gradient == "grad":
+            super().zero_grad(set_to_none)
             return
         for parameter in self._parameters():
             if set_to_none:
-                setattr(parameter, self._gradient, None)
+                parameter.decoupled_grad = None
             else:
                 parameter.decoupled_grad.zero_()
 
