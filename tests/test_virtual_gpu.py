@@ -433,6 +433,20 @@ def test_a_copy_into_memory_of_the_cpu_takes_none_on_the_gpu() -> None:
         assert not program.ledger.evaluator.notes
 
 
+def test_tensors_like_one_on_the_gpu_may_be_on_meta() -> None:
+    """As DeepSpeed's ZeRO does to remember shapes: they take no memory."""
+    with gpu() as program:
+        there = torch.ones(1024, device="cuda")
+        meta = torch.device("meta")
+        shapes = [make(there, device="meta") for make in (torch.zeros_like, torch.empty_like, torch.randn_like)]
+        shapes += [there.new_empty(1024, device=meta), there.new_zeros(1024, device="meta")]
+        shapes += [torch.ones_like(nn.Parameter(there), device=meta)]
+        assert {tensor.device for tensor in shapes} == {meta} and all(tensor.shape == there.shape for tensor in shapes)
+        assert torch.cuda.memory_allocated() == 4096
+        assert torch.zeros_like(there).is_cuda and torch.zeros_like(shapes[0], device="cuda").is_cuda
+    assert [storage.bytes for storage in program.trace().storages] == [4096] * 3
+
+
 def test_copies_of_tensors_and_storages_are_on_the_gpu_too() -> None:
     with gpu() as program:
         tensor, own = torch.ones(1024, device="cuda"), torch.empty(8, device="meta")

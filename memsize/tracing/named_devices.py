@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memsize.processes.simulation import Function, Override, current_part
 from memsize.torch_internals.meta import is_meta
@@ -48,13 +48,22 @@ def _like(original: Function, *args: Any, **kwargs: Any) -> Any:
     """``empty_like(x, device=…)``: on the host, it is a stand-in where a copy of `x` would be one."""
     if kwargs.get("device") is None:
         return original(*args, **kwargs)
+    if args:
+        args = (_model_of_meta(args[0], kwargs["device"]), *args[1:])
     stand_in_device = place_on(args[0] if args else kwargs["input"], kwargs["device"])
     return original(*args, **(kwargs | {"device": stand_in_device} if stand_in_device else kwargs))
 
 
 def _beside(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """``x.new_empty(sizes, device=…)``: on the host, it is a stand-in where `x` is one there."""
-    return (_like if host_place(tensor) == place_of(tensor) else _on_device)(original, tensor, *args, **kwargs)
+    function = _like if host_place(tensor) == place_of(tensor) else _on_device
+    return function(original, _model_of_meta(tensor, kwargs.get("device")), *args, **kwargs)
+
+
+def _model_of_meta(tensor: Tensor, device: Any) -> Tensor:
+    """The tensor to make another like: where a program names `meta`, it is none on a GPU, so that the other isn't."""
+    names_meta = isinstance(device, (str, torch.device)) and torch.device(device) == _META
+    return tensor.to("meta") if names_meta and type(tensor) in (Tensor, nn.Parameter) and is_meta(tensor) else tensor
 
 
 def _moved(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +127,7 @@ def _moved_to_cpu(original: Function, tensor: Tensor, *args: Any, **kwargs: Any)
 
 
 _CPU = torch.device("cpu")
+_META = torch.device("meta")
 
 
 class Gpus:
