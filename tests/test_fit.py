@@ -722,7 +722,7 @@ def test_where_no_other_run_made_the_same_events_the_same_phase_is_compared() ->
 
 def test_between_two_regimes_no_line_is_drawn_through_both() -> None:
     # With this budget the answer peaks in the optimizer and the next size in backward, or the other way round at most:
-    # what is fixed never falls below what training holds there, and a sample never adds what no moment adds.
+    # fixed memory never falls below what training holds there, and a sample never adds what no moment adds.
     for budget in range(100, 140, 4):
         row = row_of(fit_of(TwoRegimes(), "64,2048", budget=CONTEXT + budget * MiB))
         assert row.fixed is not None and row.fixed >= sum(row.standing.values())

@@ -129,7 +129,7 @@ def test_a_script_that_only_starts_another_gets_a_verdict() -> None:
     starter = replace(program(), trace=replace(program().trace, events=()), children=(child,))
     assert [finding.text() for finding in PROGRAM_RULES.findings(starter)] == [
         "It fits on Tesla T4: python sft.py --bf16, which the script started, takes 2.00 to 3.00 GiB of 14.6 GiB at "
-        "its peak. To see what for: memsize run sft.py --bf16."
+        "its peak. memsize run sft.py --bf16 shows its breakdown."
     ]
     ran_out = child._replace(ran_out=True, failure="OutOfMemoryError: …")
     assert codes(replace(starter, children=(ran_out,))) == ["run-child-out-of-memory", "run-children"]

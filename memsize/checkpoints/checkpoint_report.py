@@ -38,29 +38,29 @@ def _share(row: Group | Remaining, size: int) -> Cell:
 
 
 _FIGURES: Final = Fields[Group](
-    field("tensors", "tensors", COUNT, 50, "how many tensors, shared ones included", adds=True),
-    field("elements", "elements", COUNT, 75, "their elements, shared ones once", adds=True),
+    field("tensors", "tensors", COUNT, 50, "number of tensors, shared ones included", adds=True),
+    field("elements", "elements", COUNT, 75, "elements of the tensors, shared ones once", adds=True),
     field("dtypes", "stored as", WORDS, 70, "the dtypes they are stored in", key="dtype"),
     field("bytes", "needed", BYTES, 95, "bytes that its tensors need, shared ones once", adds=True),
     field("unneeded", "behind views", BYTES, 90, "storage that no tensor covers", adds=True),
-    shown("share", "% of all", SHARE, 85, "of the bytes of all files", cell=_share, adds=True),
+    shown("share", "% of all", SHARE, 85, "share of the bytes of all files", cell=_share, adds=True),
 )
 """The fields of every group of tensors; the bytes of all files are their answer."""
 
 PART_FIELDS: Final = (
     _FIGURES.after(
-        field("part", "part", NAME, 100, "what it is for", get=lambda group: group.kind),
-        field("where", "where", TEXT, 60, "the keys it stands under", get=lambda group: group.name, alone="keys"),
+        field("part", "part", NAME, 100, "its role", get=lambda group: group.kind),
+        field("where", "where", TEXT, 60, "the keys that lead to it", get=lambda group: group.name, alone="keys"),
     )
     .titled(bytes="in the file")
     .hinted(bytes="bytes in the files, shared ones once")
 )
 MODULE_FIELDS: Final = _FIGURES.after(
     field("part", "part", TEXT, 55, "the part it belongs to", get=lambda group: group.kind),
-    field("module", "module", PATH, 100, "the names' common prefix", get=lambda group: group.name),
+    field("module", "module", PATH, 100, "common prefix of the names", get=lambda group: group.name),
 )
 DTYPE_FIELDS: Final = _FIGURES.after(
-    field("dtype", "dtype", NAME, 100, "how elements are stored", get=lambda group: group.name)
+    field("dtype", "dtype", NAME, 100, "storage format of the elements", get=lambda group: group.name)
 ).hinted(bytes="bytes that the tensors need, shared ones once")
 
 
@@ -92,9 +92,9 @@ TENSOR_FIELDS: Final = Fields[TensorRow](
 
 DIFFERENCE_FIELDS: Final = Fields[Difference](
     shown("name", "tensor", PATH, 100, "its name in the model, or in the file if the model has none"),
-    shown("problem", "problem", TEXT, 95, "what load_state_dict would complain about"),
-    shown("file", "in the file", SPECS, 80, "what the file has", get=lambda row: (row.file,) if row.file else ()),
-    shown("model", "in the model", SPECS, 85, "what the model has", get=lambda row: (row.model,) if row.model else ()),
+    shown("problem", "problem", TEXT, 95, "the problem that load_state_dict would report"),
+    shown("file", "in the file", SPECS, 80, "shape in the file", get=lambda row: (row.file,) if row.file else ()),
+    shown("model", "in the model", SPECS, 85, "shape in the model", get=lambda row: (row.model,) if row.model else ()),
 )
 
 
@@ -146,9 +146,9 @@ class Remaining(NamedTuple):
 
 
 REMAINING_FIELDS: Final = Fields[Remaining](
-    field("kept", "if you keep only", NAME, 100, "what is kept", get=lambda row: row.selection),
+    field("kept", "if you keep only", NAME, 100, "the parts to keep", get=lambda row: row.selection),
     field("bytes", "remains", BYTES, 95, "bytes of tensor data; headers come on top"),
-    shown("share", "% of now", SHARE, 85, "of the bytes of all files", cell=_share),
+    shown("share", "% of now", SHARE, 85, "share of the bytes of all files", cell=_share),
 )
 
 

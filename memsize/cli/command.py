@@ -190,9 +190,9 @@ def _output_options(formats: Formats, command: str) -> tuple[click.Option, ...]:
 
 
 _QUESTIONS = {
-    "report": {"fit": "the largest batch that fits a GPU", "timeline": "what is alive at each moment"},
+    "report": {"fit": "the largest batch that fits a GPU", "timeline": "live memory at each moment"},
     "timeline": {"fit": "the largest batch that fits a GPU", "report": "each layer"},
-    "fit": {"timeline": "what is alive at each moment", "report": "each layer"},
+    "fit": {"timeline": "live memory at each moment", "report": "each layer"},
     "generate": {"serve": "how many sequences a server has room for"},
     "serve": {"generate": "one generation, token by token"},
 }

@@ -144,7 +144,7 @@ def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
     figures = [
         ("behind views", "no tensor covers it", breakdown.unneeded),
         ("unnamed", "no tensor names it", breakdown.unowned),
-        ("compression", "what it saves", -contents.compressed),
+        ("compression", "bytes saved", -contents.compressed),
     ]
     figures += [(use.title, use.help, use.get(FileRow("", contents.files))) for use in USE_FIELDS]
     return (figure for figure in figures if figure[2])

@@ -50,7 +50,7 @@ class ExplanationDocument(Document[Explanation]):
         chart = self._chart
         if chart is None:
             return ()
-        return (ScenarioView("history", "what the snapshot recorded", lambda: (chart, self._alive_table)),)
+        return (ScenarioView("history", "the history in the snapshot", lambda: (chart, self._alive_table)),)
 
     def bars(self) -> Bars | None:
         """The bytes of each category that was alive."""

@@ -391,7 +391,7 @@ _DEVICE: Final = "reserved and what is outside PyTorch"
 _PEAK_FIELDS: Final = Fields[_PeakRow](
     shown("scenario", "scenario", NAME, 100, SCENARIO.help, get=lambda row: row.result.label),
     shown("run", "peak of", TEXT, 98, "one forward without gradients, or a training step"),
-    shown("estimate.requested", "requested", BYTES, 95, "what tensors ask for", key="requested"),
+    shown("estimate.requested", "requested", BYTES, 95, "bytes that live tensors ask for", key="requested"),
     shown("estimate.allocated", "allocated", BYTES, 90, "the caching allocator's blocks", key="allocated"),
     shown("estimate.reserved", "reserved", BYTES, 92, "the caching allocator's segments", key="reserved"),
     shown("estimate.device.low", "nvidia-smi from", BYTES, 80, f"{_DEVICE}, at least", key="device_low"),

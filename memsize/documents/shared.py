@@ -86,7 +86,7 @@ def compared_streams(
     """A row per run, named by the columns `keys`: the reserved bytes of each stream; no table where all have one."""
     shown = [(cells, shares) for cells, shares in runs if shares]
     names = tuple(dict.fromkeys(share.name for _, shares in shown for share in shares))
-    columns = (*keys, *(Column(name, name, "bytes", 95, "what it has of the reserved peak") for name in names))
+    columns = (*keys, *(Column(name, name, "bytes", 95, "its part of the reserved peak") for name in names))
     rows = tuple(
         (*cells, *(Bytes(sum(share.reserved for share in shares if share.name == name)) for name in names))
         for cells, shares in shown

@@ -90,12 +90,12 @@ class CheckedFigure(NamedTuple):
 
 FIGURE_FIELDS: Final = Fields[CheckedFigure](
     field("target", "target", NAME, 90, "the target, by the name in its section", get=lambda row: row.model.name),
-    field("figure", "figure", TEXT, 100, "what is limited or compared", get=lambda row: row.figure.name),
+    field("figure", "figure", TEXT, 100, "the figure that is limited or compared", get=lambda row: row.figure.name),
     field("unit", get=lambda row: row.figure.unit),
-    field("value", "value", TEXT, 95, "what it is now", get=lambda row: row.figure.value),
-    field("limit", "limit", TEXT, 85, "the most that it may be; of fits_batch the batch that has to fit"),
-    field("baseline", "baseline", TEXT, 80, "what it was", get=lambda row: row.figure.baseline),
-    shown("change", "change", CHANGE, 75, "how far the value is above its baseline", cell=lambda row, _: row.change),
+    field("value", "value", TEXT, 95, "its value now", get=lambda row: row.figure.value),
+    field("limit", "limit", TEXT, 85, "upper limit of the value; for fits_batch, the batch that has to fit"),
+    field("baseline", "baseline", TEXT, 80, "its value in the baseline", get=lambda row: row.figure.baseline),
+    shown("change", "change", CHANGE, 75, "growth since the baseline", cell=lambda row, _: row.change),
     field("allowed", get=lambda row: row.figure.allowed),
     field("holds", "holds", TEXT, 98, "whether it keeps its limit and its baseline", get=lambda row: row.figure.holds),
     get={"limit": lambda row: row.figure.limit},

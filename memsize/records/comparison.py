@@ -43,11 +43,11 @@ class ComparedModel(NamedTuple):
 
 
 MODEL_FIELDS: Final = Fields[ComparedModel](
-    field("model", "model", NAME, 100, "which of the two", get=lambda row: row.name),
+    field("model", "model", NAME, 100, "before or after the change", get=lambda row: row.name),
     field("parameters", "parameters", COUNT, 90, "elements of its parameters", get=lambda row: row.totals.parameters),
     field("dtypes", "stored as", WORDS, 80, "the dtypes of its tensors"),
     field("stored", "stored", BYTES, 95, "bytes of all its tensors", get=lambda row: row.totals.stored),
-    field("saved", "kept for backward", BYTES, 70, "bytes that a forward keeps, where it was run"),
+    field("saved", "kept for backward", BYTES, 70, "bytes that a forward keeps for backward, if one was run"),
     get={"saved": lambda row: row.totals.saved_bytes if row.ran else None},
 )
 
@@ -149,24 +149,22 @@ def _moved(before: str | None, after: str | None) -> Path:
 LAYER_FIELDS: Final = Fields[LayerChange](
     field("before"),
     field("after"),
-    shown("layer", "layer", NAME, 100, "its path, and the one that it had"),
+    shown("layer", "layer", NAME, 100, "its path, and the former one"),
     shown("type", "type", TEXT, 50, "its class", get=lambda row: " → ".join(dict.fromkeys(filter(None, row.types)))),
     field("before_type", get=lambda row: row.types[0]),
     field("after_type", get=lambda row: row.types[1]),
-    field("how", "change", WORDS, 95, "what happened to it", get=lambda row: ", ".join(row.how)),
+    field("how", "change", WORDS, 95, "kind of change", get=lambda row: ", ".join(row.how)),
     field("layers", kind=COUNT),
     field("before_parameters", kind=COUNT, get=lambda row: row.sizes[0].parameters),
     field("after_parameters", "parameters", COUNT, 70, "elements of its parameters afterwards", key="parameters"),
-    field("before_stored_bytes", "stored before", BYTES, 80, "bytes that it stored", key="before"),
+    field("before_stored_bytes", "stored before", BYTES, 80, "bytes that it stored before", key="before"),
     field("after_stored_bytes", "stored after", BYTES, 85, "bytes that it stores", key="after"),
-    shown("stored_change", "change", SIGNED, 90, "bytes that it stores beyond what it stored", key="change"),
+    shown("stored_change", "change", SIGNED, 90, "growth of its stored bytes", key="change"),
     field("before_output_bytes", kind=BYTES, get=lambda row: row.sizes[0].outputs),
     field("after_output_bytes", kind=BYTES, get=lambda row: row.sizes[1].outputs),
     field("before_saved_bytes", kind=BYTES, get=lambda row: row.sizes[0].kept),
     field("after_saved_bytes", kind=BYTES, get=lambda row: row.sizes[1].kept),
-    shown(
-        "saved_change", "kept, change", SIGNED, 75, "bytes that it keeps for backward beyond what it kept", key="kept"
-    ),
+    shown("saved_change", "kept, change", SIGNED, 75, "growth of the bytes that it keeps for backward", key="kept"),
     get={
         "after_parameters": lambda row: row.sizes[1].parameters,
         "before_stored_bytes": lambda row: row.sizes[0].stored,
@@ -220,11 +218,11 @@ _NO_FIGURE: Final = Missing("this side has no such figure")
 FIGURE_FIELDS: Final = Fields[FigureChange](
     field("scenario", "scenario", NAME, 90, "how the models are stored and run"),
     field("of", "of", TEXT, 85, "the run, or the peak of an inference or of a training step", alone="run or peak"),
-    field("figure", "figure", TEXT, 100, "what takes the bytes", get=lambda row: row.name),
+    field("figure", "figure", TEXT, 100, "name of the figure", get=lambda row: row.name),
     field("before", "before", BYTES, 80, "bytes of the first", nullable=True),
     field("after", "after", BYTES, 85, "bytes of the second", nullable=True),
     shown("change", "change", SIGNED, 95, "after − before"),
-    shown("share", "%", CHANGE, 70, "the change as a part of what was before"),
+    shown("share", "%", CHANGE, 70, "the change as a share of the former size"),
     cell={
         "figure": lambda row, _: _TITLES.get(row.name, row.name),
         "before": lambda row, _: _NO_FIGURE if row.before is None else Bytes(row.before),
@@ -253,7 +251,7 @@ class LivingChange(NamedTuple):
 
 
 LIVING_FIELDS: Final = Fields[LivingChange](
-    field("role", "role", TEXT, 95, "what it is for", get=lambda row: row.either.role),
+    field("role", "role", TEXT, 95, "its role", get=lambda row: row.either.role),
     field("layer", "layer", PATH, 90, "the layer that it belongs to or was made in", get=lambda row: row.either.layer),
     field("op", "op", TEXT, 70, "the op that made it", get=lambda row: row.either.op),
     field("phase", get=lambda row: row.either.phase),

@@ -104,8 +104,8 @@ class ReservedPart(NamedTuple):
 
 
 RESERVED_FIELDS: Final = Fields[ReservedPart](
-    field("part", "reserved by PyTorch", TEXT, 100, "what the allocator's segments hold"),
-    field("bytes", "holds", BYTES, 99, "bytes of them", adds=True),
+    field("part", "reserved by PyTorch", TEXT, 100, "use of the allocator's segments"),
+    field("bytes", "holds", BYTES, 99, "size of this part", adds=True),
     shown("share", "% of all", SHARE, 80, "part of all segments", adds=True),
     cell={"share": lambda row, explanation: share_of(row.bytes, explanation.reserved.bytes)},
 )
@@ -189,13 +189,13 @@ HOW: Final[Mapping[How, str]] = {
 """The titles of `How` in tables."""
 
 ALIVE_FIELDS: Final = Fields[Alive](
-    field("category", "alive", TEXT, 100, "what the blocks are for", cell=lambda row, _: noun(row.category)),
+    field("category", "alive", TEXT, 100, "role of the blocks", cell=lambda row, _: noun(row.category)),
     field("bytes", "holds", BYTES, 99, "live bytes at that moment"),
     shown("share", "% of all", SHARE, 80, "part of all live bytes"),
-    field("blocks", "blocks", COUNT, 70, "how many blocks"),
-    field("how", "known by", TEXT, 60, "how the category is known", cell=lambda row, _: HOW[row.how] or None),
+    field("blocks", "blocks", COUNT, 70, "number of blocks"),
+    field("how", "known by", TEXT, 60, "evidence for the category", cell=lambda row, _: HOW[row.how] or None),
     field("predicted", "predicted", BYTES, 95, "live bytes at the peak that memsize predicts"),
-    shown("difference", "difference", SIGNED, 90, "found beyond the prediction"),
+    shown("difference", "difference", SIGNED, 90, "found minus predicted"),
     get={"difference": lambda row: None if row.predicted is None else row.bytes - row.predicted},
     cell={
         "share": lambda row, explanation: share_of(row.bytes, explanation.requested) if explanation.requested else None
@@ -205,15 +205,15 @@ ALIVE_FIELDS: Final = Fields[Alive](
 PLACE_FIELDS: Final = Fields[Place](
     field("bytes", "holds", BYTES, 100, "live bytes of all its blocks"),
     field("before", "before", BYTES, 98, "live bytes of the same in the other snapshot", nullable=True),
-    shown("growth", "difference", SIGNED, 97, "found beyond the other snapshot"),
-    field("blocks", "blocks", COUNT, 90, "how many blocks"),
+    shown("growth", "difference", SIGNED, 97, "growth since the other snapshot"),
+    field("blocks", "blocks", COUNT, 90, "number of blocks"),
     field("largest", "largest", BYTES, 70, "the largest of them"),
-    field("category", "as", TEXT, 95, "what they are for", alone="role"),
+    field("category", "as", TEXT, 95, "their role", alone="role"),
     field("line", "made at", TEXT, 99, "the line above PyTorch that allocates"),
     field(
         "function", "in", TEXT, 85, "the function that the line is in; of backward the autograd node", alone="function"
     ),
-    field("called_from", "called from", TEXT, 80, "the program's own line, where that is another one"),
+    field("called_from", "called from", TEXT, 80, "the program's own line, if it is a different one"),
     field("region", "compiled", TEXT, 60, "the region of torch.compile whose code ran"),
     field("calls", get=lambda row: "; ".join(row.calls)),
     cell={"category": lambda row, _: noun(row.category), "function": lambda row, _: row.function or None},

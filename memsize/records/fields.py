@@ -2,7 +2,7 @@
 
     ROWS = Fields[FitRow](
         field("scenario", "scenario", NAME, 100, "how the model is stored and run"),
-        field("peak", "needs", BYTES, 95, "the least that the allocator needs for it"),
+        field("peak", "needs", BYTES, 95, "smallest memory in which it fits"),
     )
 
 Files (csv, JSON, DataFrames) hold `get(row)` under the field's `name`; documents (terminal, markdown, pages) draw the

@@ -89,7 +89,7 @@ class LiveStorage(NamedTuple):
 
 LIVE_FIELDS: Final = Fields[LiveStorage](
     field("bytes", "bytes", BYTES, 100, "the storage's size"),
-    field("role", "role", TEXT, 95, "what it is for"),
+    field("role", "role", TEXT, 95, "its role"),
     field("layer", "layer", PATH, 90, "the layer that it belongs to or was made in"),
     field("op", "op", TEXT, 70, "the op that made it"),
     field("phase", "made in", TEXT, 60, "the phase that it was made in"),
@@ -120,17 +120,17 @@ class StreamShare(NamedTuple):
 
 STREAM_FIELDS: Final = Fields[StreamShare](
     field("stream", "stream", NAME, 100, "the default one, or what is allocated on it", get=lambda row: row.name),
-    field("role", "mostly", TEXT, 90, "what most of it is for", drawn=ROLE, alone="role"),
+    field("role", "mostly", TEXT, 90, "its largest role", drawn=ROLE, alone="role"),
     field("requested", "holds at most", BYTES, 98, "live bytes at its own peak"),
     field("reserved", "reserved", BYTES, 99, "its segments when those of all streams are at their peak"),
     cell={"stream": lambda row, _: Label(row.name)},
 )
 
 TRAFFIC_FIELDS: Final = Fields[Traffic](
-    field("kind", "collective", NAME, 100, "what it does", cell=lambda row, _: Label(row.kind)),
-    field("ranks", "among", COUNT, 97, "how many ranks take part"),
-    field("count", "times", COUNT, 98, "how often it comes in a step"),
-    field("bytes", "together", BYTES, 99, "the whole of what all of them gather, scatter or reduce"),
+    field("kind", "collective", NAME, 100, "name of the operation", cell=lambda row, _: Label(row.kind)),
+    field("ranks", "among", COUNT, 97, "number of ranks that take part"),
+    field("count", "times", COUNT, 98, "calls per step"),
+    field("bytes", "together", BYTES, 99, "sum of the bytes that they gather, scatter or reduce"),
     field("largest", "largest", BYTES, 90, "the largest of them"),
 )
 

@@ -165,14 +165,14 @@ LAYER_FIELDS: Final = Fields[AuditRow](
     field("depth", kind=COUNT, get=lambda row: row.layer.depth),
     field("calls", kind=COUNT, get=lambda row: row.layer.calls),
     field("output", "output", SPECS, 70, "the tensors that it returns"),
-    field("parameters", "weights", WORDS, 75, "how its own weights lie", get=lambda row: _joined(row.layer.parameters)),
-    field("inputs", "given", WORDS, 85, "how the images lie that it is given", alone="inputs given"),
-    field("outputs", "returned", WORDS, 95, "how the images lie that it returns"),
+    field("parameters", "weights", WORDS, 75, "format of the weights", get=lambda row: _joined(row.layer.parameters)),
+    field("inputs", "given", WORDS, 85, "format of the input images", alone="inputs given"),
+    field("outputs", "returned", WORDS, 95, "format of the output images"),
     field("lost_at", "lost at", WORDS, 94, "the op in it that loses channels last", key="lost"),
     field(
         "copied_bytes", "copied", BYTES, 96, "bytes that it copies to rearrange tensors", key="copied", role="cast copy"
     ),
-    field("row_major_copied_bytes", "if row-major", BYTES, 80, "the same when nothing is converted", key="before"),
+    field("row_major_copied_bytes", "if row-major", BYTES, 80, "the same without channels last", key="before"),
     get={
         "output": lambda row: ", ".join(map(str, row.layer.specs)),
         "inputs": lambda row: _joined(row.layer.inputs),
@@ -192,11 +192,11 @@ LAYER_FIELDS: Final = Fields[AuditRow](
 COPY_FIELDS: Final = Fields[Copy](
     field("layer", "layer", NAME, 100, "the layer that copies", cell=lambda copy, _: _path(copy.layer)),
     field("op", "op", TEXT, 90, "the op that copies"),
-    field("tensor", "tensor", SPECS, 80, "what is copied", get=lambda copy: str(copy.tensor)),
-    field("before", "from", TEXT, 85, "how it lay", cell=lambda copy, _: _strided(copy.before)),
-    field("after", "to", TEXT, 85, "how the copy lies", cell=lambda copy, _: _strided(copy.after)),
+    field("tensor", "tensor", SPECS, 80, "the copied tensor", get=lambda copy: str(copy.tensor)),
+    field("before", "from", TEXT, 85, "memory format of the original", cell=lambda copy, _: _strided(copy.before)),
+    field("after", "to", TEXT, 85, "memory format of the copy", cell=lambda copy, _: _strided(copy.after)),
     field("hidden", "as", TEXT, 60, "an op of the model, or inside a kernel that frees it again", key="kind"),
-    field("place", "at", TEXT, 88, "the line of code that asked for it", alone="line"),
+    field("place", "at", TEXT, 88, "line of code that asked for it", alone="line"),
     field("bytes", "copied", BYTES, 95, "bytes of the copy"),
     cell={
         "tensor": lambda copy, _: Specs((copy.tensor,)),

@@ -44,14 +44,14 @@ class LiveTensor(NamedTuple):
 
 
 TENSOR_FIELDS: Final = Fields[LiveTensor](
-    field("bytes", "holds", BYTES, 100, "what it takes"),
-    field("role", "as", TEXT, 98, "what it is for", drawn=ROLE, alone="role"),
+    field("bytes", "holds", BYTES, 100, "its size"),
+    field("role", "as", TEXT, 98, "its role", drawn=ROLE, alone="role"),
     shown("spec", "tensor", SPECS, 70, "its first tensor", get=lambda row: [TensorSpec(row.dtype, row.shape)]),
     field("dtype"),
     field("shape", get=lambda row: ",".join(map(str, row.shape))),
     field("layer", "in", PATH, 90, "the module that was running", alone="module"),
     field("op", "by", TEXT, 80, "the op that made it", alone="op"),
-    field("phase", "phase", TEXT, 60, "when it was made"),
+    field("phase", "phase", TEXT, 60, "phase that made it"),
     field("line", "made at", TEXT, 99, "the line of the program that made it"),
 )
 
@@ -189,19 +189,19 @@ class ChildRun(NamedTuple):
 
 CHILD_FIELDS: Final = Fields[ChildRun](
     field("command", "process", TEXT, 100, "the command that started it"),
-    field("rank", "rank", COUNT, 60, "which of a job it was"),
+    field("rank", "rank", COUNT, 60, "its rank in the job"),
     field("steps", "steps", COUNT, 70, "its optimizer steps"),
     field("reserved", "reserved", BYTES, 80, "the allocator's segments at their peak"),
-    field("low", "GPU, at least", BYTES, 85, "what nvidia-smi would show for it at its peak, at least"),
-    field("high", "GPU, at most", BYTES, 90, "what nvidia-smi would show for it at its peak, at most"),
+    field("low", "GPU, at least", BYTES, 85, "lower bound of its figure in nvidia-smi at the peak"),
+    field("high", "GPU, at most", BYTES, 90, "upper bound of its figure in nvidia-smi at the peak"),
     field("failure", "failed with", TEXT, 95, "the error or the status that ended it"),
 )
 
 
 HOST_FIELDS: Final = Fields[HostRow](
-    field("kind", "memory of the host", TEXT, 100, "what it is for"),
-    field("requested", "tensors", BYTES, 80, "the most that tensors ask for", nullable=True),
-    field("reserved", "takes", BYTES, 90, "what the process keeps for them"),
+    field("kind", "memory of the host", TEXT, 100, "its use"),
+    field("requested", "tensors", BYTES, 80, "peak of the bytes that live tensors ask for", nullable=True),
+    field("reserved", "takes", BYTES, 90, "memory that the process keeps for them"),
 )
 
 
@@ -279,8 +279,8 @@ class ModuleShare(NamedTuple):
 MODULE_FIELDS: Final = Fields[ModuleShare](
     field("path", "module", NAME, 100, "a module with all that is below it", key="module"),
     field("type", "type", TEXT, 50, "its class", get=lambda share: share.type or None),
-    field("total", "at the peak", BYTES, 99, "what it holds at the peak of the run"),
-    field("most", "at most", BYTES, 70, "the most that it holds at any moment"),
+    field("total", "at the peak", BYTES, 99, "its live memory at the peak of the run"),
+    field("most", "at most", BYTES, 70, "its own peak"),
     get={"total": lambda share: sum(share.roles.values())},
     cell={"path": lambda share, _: Label("outside of modules") if share.path is None else Path(share.path)},
 )

@@ -50,12 +50,12 @@ RANK_FIELDS: Final = Fields[RankRow](
 )
 
 GROUP_FIELDS: Final = Fields[RankGroup](
-    field("ranks", "ranks", NAME, 100, "those that hold the same", cell=lambda group, _: Label(spans(group.ranks))),
-    field("ran", "run", TEXT, 60, "those of them that were run", get=lambda group: spans(group.ran)),
+    field("ranks", "ranks", NAME, 100, "ranks with equal memory", cell=lambda group, _: Label(spans(group.ranks))),
+    field("ran", "run", TEXT, 60, "the ranks of the group that were run", get=lambda group: spans(group.ran)),
     field("requested", "tensors", BYTES, 98, "live bytes at the peak", get=lambda group: group.run.peak.requested),
     field("reserved", "reserved", BYTES, 97, "the allocator's segments at their peak"),
-    field("device", "GPU, at most", BYTES, 99, "what the GPU shows at the peak, at most"),
-    field("phase", "in", TEXT, 96, "when the peak is", alone="phase"),
+    field("device", "GPU, at most", BYTES, 99, "upper bound of the figure in nvidia-smi at the peak"),
+    field("phase", "in", TEXT, 96, "phase of the peak", alone="phase"),
     field("layer", "at", PATH, 70, "the layer that runs then", alone="layer"),
     get={
         "reserved": lambda group: group.run.peak.reserved,

@@ -108,7 +108,7 @@ _FIGURE_FIELDS: Final = (
     _figure("master_bytes", "master", "master weights", 44, _MASTER, 0, "master weight"),
     _figure("cast_bytes", "cast", "cast copies", 75, _CAST, 0, "cast copy"),
     _figure("output_bytes", "new", "outputs", 60, "new memory that layers' outputs take", 35, "output"),
-    _figure("saved_bytes", "saved", "kept for backward", 80, "what backward needs, parameters apart", 45, "activation"),
+    _figure("saved_bytes", "saved", "kept for backward", 80, "activations that backward needs", 45, "activation"),
     _figure("input_bytes", "input", "input", 30, "bytes of the model's input", 0, "input"),
     _figure("inference", "inference", "inference total", 70, _INFERENCE, 50),
     _figure("training", "training", "training up to backward", 90, _TRAINING, 55),
@@ -237,20 +237,20 @@ def _joined(items: Iterable[object]) -> str:
 
 
 _OUTPUT = "new memory that its outputs take; views and in-place results: 0"
-_SAVED = "what its ops keep for backward, parameters apart"
+_SAVED = "bytes that its ops keep for backward, without parameters"
 _NOTES = "other paths, ties, views, calls, what was never called or used"
 LAYER_FIELDS: Final = Fields[Row](
     field("path", "layer", PATH, 100, "the module's path in the model", key="layer"),
     field("type", "type", TEXT, 60, "its class"),
     field("depth", kind=COUNT),
-    field("kernel", "kernel", TEXT, 21, "the window that it slides over its input"),
+    field("kernel", "kernel", TEXT, 21, "size of its window"),
     field("input", get=lambda row: _joined(row.inputs)),
-    shown("inputs", "input", SPECS, 22, "every tensor that it is given", key="input"),
+    shown("inputs", "input", SPECS, 22, "its input tensors", key="input"),
     field("output", get=lambda row: _joined(output.spec for output in row.outputs)),
-    shown("outputs", "output", SPECS, 70, "every tensor that it returns", key="output"),
-    field("calls", "calls", COUNT, 20, "how often it was called"),
+    shown("outputs", "output", SPECS, 70, "its output tensors", key="output"),
+    field("calls", "calls", COUNT, 20, "number of calls"),
     field("parameters", "parameters", COUNT, 80, "elements of its own parameters, tied ones once"),
-    field("trainable", "trainable", COUNT, 23, "those of them that require a gradient"),
+    field("trainable", "trainable", COUNT, 23, "parameters that require a gradient"),
     shown("parameters_share", "% of parameters", SHARE, 24, "its part of the model's parameters", key="share"),
     field("stored_as", "stored as", WORDS, 50, "the dtypes in which its parameters are stored", key="dtype"),
     field("parameter_bytes", "stored", BYTES, 95, "bytes of its own parameters", key="stored", role="parameter"),
@@ -259,8 +259,8 @@ LAYER_FIELDS: Final = Fields[Row](
     field("cast_bytes", "cast copies", BYTES, 65, _CAST, key="cast", role="cast copy"),
     field("output_bytes", "new output", BYTES, 85, _OUTPUT, key="new", role="output"),
     field("saved_bytes", "kept for backward", BYTES, 90, _SAVED, key="saved", role="activation"),
-    field("multiply_adds", "multiply-adds", COUNT, 25, "those of its products and convolutions", key="mult_adds"),
-    shown("multiply_adds_share", "% of multiply-adds", SHARE, 24, "its part of those of the forward"),
+    field("multiply_adds", "multiply-adds", COUNT, 25, "of matrix products and convolutions", key="mult_adds"),
+    shown("multiply_adds_share", "% of multiply-adds", SHARE, 24, "its share of the forward's multiply-adds"),
     field("marks", "notes", WORDS, 92, _NOTES, get=lambda row: _joined(row.marks), key="notes"),
     get={
         "kernel": lambda row: "×".join(map(str, row.kernel)),

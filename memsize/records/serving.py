@@ -124,18 +124,18 @@ def _interval(
 
     return (
         field(f"{key}_from", title, kind, weight, hint, key=key, **getters("low")),
-        field(f"{key}_to", "to", kind, weight, "and at most", key=f"{key}_high", beside=key, **getters("high")),
+        field(f"{key}_to", "to", kind, weight, "upper bound", key=f"{key}_high", beside=key, **getters("high")),
     )
 
 
-_CACHE_HINT: Final = "what is left for the cache, at least"
+_CACHE_HINT: Final = "memory left for the cache, at least"
 _LONGEST_HINT: Final = "the longest request that the cache holds, at least"
 _CONCURRENCY_HINT: Final = "requests of the whole context at once, at least"
 
 SERVING_FIELDS: Final = Fields[ServingRow](
     SCENARIO,
     field("weights", "weights", BYTES, 98, "parameters and buffers"),
-    field("profile", "step", BYTES, 97, "what the largest step needs beyond them"),
+    field("profile", "step", BYTES, 97, "memory of the largest step, without the weights"),
     field("non_torch_from", kind=BYTES, get=lambda row: row.non_torch.low),
     field("non_torch_to", kind=BYTES, get=lambda row: row.non_torch.high),
     *_interval("kv_cache", "KV cache from", BYTES, 96, _CACHE_HINT, figure="available", draw=Bytes),
@@ -152,8 +152,8 @@ SERVING_FIELDS: Final = Fields[ServingRow](
 )
 
 GROUP_FIELDS: Final = Fields[LayerGroup](
-    field("kind", "attention", TEXT, 100, "what a layer keeps of past tokens"),
-    field("layers", "layers", COUNT, 99, "how many share a table of blocks"),
+    field("kind", "attention", TEXT, 100, "how the layer stores past tokens"),
+    field("layers", "layers", COUNT, 99, "number of layers that share a table of blocks"),
     field("window", "window", COUNT, 98, "the tokens that a sliding window keeps"),
 )
 

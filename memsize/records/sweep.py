@@ -113,7 +113,7 @@ def _setting(key: str, title: str, kind: Kind, hint: str, nullable: bool = False
 
 SETTING_FIELDS: Final = Fields[SweepRow](
     _setting("target", "target", NAME, "the model"),
-    _setting("arguments", "arguments", TEXT, "what it is built with"),
+    _setting("arguments", "arguments", TEXT, "arguments of its constructor"),
     _setting("input", "input", TEXT, "the shape of its input"),
     _setting("inputs", "inputs", TEXT, "the function that makes its inputs"),
     _setting("lora", "LoRA", TEXT, "the options of its LoRA adapters"),
@@ -147,15 +147,15 @@ OUTCOMES: Final[Mapping[Outcome, str]] = {"fits": "yes", "exceeds": "no", "unsur
 
 SWEEP_FIELDS: Final = Fields[SweepRow](
     field("outcome", "fits", TEXT, 89, "whether it fits the GPU", cell=lambda row, _: OUTCOMES[row.outcome]),
-    field("parameters", "parameters", COUNT, 60, "how many parameters the model has", nullable=True),
-    field("stored", "stored", BYTES, 62, "what the model itself stores", nullable=True),
+    field("parameters", "parameters", COUNT, 60, "number of the model's parameters", nullable=True),
+    field("stored", "stored", BYTES, 62, "bytes of parameters and buffers", nullable=True),
     field("requested", kind=BYTES, nullable=True),
     field("allocated", kind=BYTES, nullable=True),
-    field("reserved", "reserved", BYTES, 88, "what the caching allocator holds at its peak", nullable=True),
+    field("reserved", "reserved", BYTES, 88, "the caching allocator's segments at their peak", nullable=True),
     field("device_from", kind=BYTES, get=lambda row: row.device and row.device.low, nullable=True),
-    field("device_to", "device", BYTES, 87, "what nvidia-smi would show, at most", key="device", nullable=True),
+    field("device_to", "device", BYTES, 87, "upper bound of the figure in nvidia-smi", key="device", nullable=True),
     field("gpu_bytes", kind=BYTES, nullable=True),
-    field("left", "left", BYTES, 80, "what is left of the GPU, at least", nullable=True),
+    field("left", "left", BYTES, 80, "lower bound of the GPU's free memory", nullable=True),
     shown("mostly", "mostly", TEXT, 70, "the role with most bytes at the peak"),
     field("phase", "in", TEXT, 68, "the phase of the peak", get=lambda row: row.phase or None, alone="phase"),
     field("layer", "at", NAME, 50, "the layer of the peak", get=lambda row: row.layer or None, alone="layer"),

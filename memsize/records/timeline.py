@@ -74,7 +74,7 @@ class LengthRow(NamedTuple):
 
 
 LENGTH_FIELDS: Final = Fields[LengthRow](
-    field("setting", "batches", TEXT, 100, "how batches are made, or a setting of the allocator"),
+    field("setting", "batches", TEXT, 100, "batching method, or a setting of the allocator"),
     field("requested", "tensors", BYTES, 97, "live bytes at the peak"),
     field("expected", "reserved", BYTES, 99, "the allocator's segments at their peak, for batches in a random order"),
     field("worst", "worst order", BYTES, 98, "the same for the worst of five orders, two of them made to fragment"),
@@ -252,8 +252,8 @@ class PhaseSummary(NamedTuple):
 
 
 PHASE_FIELDS: Final = Fields[PhaseSummary](
-    field("name", "phase", WORDS, 100, "what the step is doing", get=lambda row: [row.name], key="phase"),
-    field("steps", "step", WORDS, 99, "the steps in which it runs just so"),
+    field("name", "phase", WORDS, 100, "phase of the step", get=lambda row: [row.name], key="phase"),
+    field("steps", "step", WORDS, 99, "steps with the same figures"),
     field("before", "starts with", BYTES, 90, "live bytes before its first event"),
     field("peak", "at most", BYTES, 98, "live bytes at its highest moment", get=lambda row: row.summit.bytes),
     field("allocated", "allocated", BYTES, 70, "the allocator's blocks at that moment"),

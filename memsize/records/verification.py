@@ -65,10 +65,10 @@ class FigureComparison(NamedTuple):
 
 
 _HINTS: Final = {
-    "requested": "what tensors ask for",
+    "requested": "bytes that live tensors ask for",
     "allocated": "the caching allocator's blocks",
     "reserved": "the caching allocator's segments",
-    "device": "what the process takes on the device",
+    "device": "memory of the process on the device",
     "MemTracker": "the peak that PyTorch's MemTracker predicts for the same step",
 }
 _UNMEASURED: Final = Missing("nothing was measured")
@@ -81,11 +81,11 @@ def _measured(value: Any, cell: Callable[[Any], Cell]) -> Cell:
 _UP_TO: Final = "the highest prediction, where cuDNN's workspaces or the CUDA context are unknown"
 
 FIGURE_FIELDS: Final = Fields[FigureComparison](
-    field("figure", "peak", NAME, 100, "what is compared"),
+    field("figure", "peak", NAME, 100, "the figure that is compared"),
     field("benchmark", "cudnn.benchmark", TEXT, 100, "torch.backends.cudnn.benchmark in that run"),
     field("predicted", "predicted", BYTES, 98, "the lowest prediction", get=lambda row: row.predicted.low),
     field("predicted_most", "up to", BYTES, 92, _UP_TO, key="most"),
-    field("measured", "measured", BYTES, 99, "what the GPU showed", nullable=True),
+    field("measured", "measured", BYTES, 99, "the figure on the GPU", nullable=True),
     field("difference", "off by", SIGNED, 96, "predicted minus measured; 0 inside the interval", nullable=True),
     field("share", "%", CHANGE, 95, "the same as a share of what was measured"),
     get={"predicted_most": lambda row: row.predicted.high},
@@ -219,13 +219,13 @@ class AllocationDifference:
 
 
 DIFFERENCE_FIELDS: Final = Fields[AllocationDifference](
-    field("difference", "in the real step", TEXT, 95, "what is different there", get=lambda row: row.kind, key="kind"),
+    field("difference", "in the real step", TEXT, 95, "the kind of difference", get=lambda row: row.kind, key="kind"),
     field("phase", "phase", TEXT, 80, "the phase of the step", get=lambda row: row.place.phase),
     field("layer", "layer", NAME, 100, "the layer that allocates it", get=lambda row: row.place.layer),
     field("op", "op", TEXT, 98, "the operation that allocates it", get=lambda row: row.place.op),
     field("predicted", "predicted", BYTES, 97, "its bytes as predicted", nullable=True),
     field("measured", "measured", BYTES, 97, "its bytes as measured", key="real", nullable=True),
-    field("at_peak", "at the peak", WORDS, 85, "whether it is alive when most bytes are", key="peak"),
+    field("at_peak", "at the peak", WORDS, 85, "whether it is alive at the peak", key="peak"),
     get={"measured": lambda row: row.real},
     cell={
         "layer": lambda row, _: "(outside the model)" if row.place.layer is None else Path(row.place.layer),

@@ -100,7 +100,7 @@ LIMITS: Final[dict[str, Meaning]] = {
     "trainable": Meaning("parameters that require a gradient", ("elements",)),
     "buffers": Meaning("registered buffers", ("bytes",)),
     "stored": Meaning("all that the model holds: parameters, buffers, and tensors that are not registered", ("bytes",)),
-    "activations": Meaning("what one forward keeps for backward, parameters apart", ("bytes",)),
+    "activations": Meaning("bytes that one forward keeps for backward, without parameters", ("bytes",)),
     "inference_peak": Meaning("`max_memory_allocated` of a forward without gradients", ("bytes",), "inference"),
     "training_peak": Meaning("`max_memory_allocated` of training steps; needs `train`", ("bytes",), "training"),
     "reserved": Meaning("`max_memory_reserved` of training with `train`, else of inference", ("bytes",), "either"),

@@ -181,10 +181,10 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         return
     bind = row.bind
     at = " at {layer}," if bind.layer else ", in {op}," if bind.op else ","
-    adds = " One more {unit} adds {per_step} to the peak." if row.per_step else ""
+    adds = " Each additional {unit} adds {per_step} to the peak." if row.per_step else ""
     if adds and row.grows_in and (row.grows_in == "optimizer") != (bind.phase == "optimizer"):
         # Only one of the peak and the end of memory is in the optimizer.
-        adds = " The peak is in {grows_in}, and one more {unit} adds {per_step} to it."
+        adds = " The peak is in {grows_in}; each additional {unit} adds {per_step} to it."
     most = ""
     values: dict[str, object] = {"phase": bind.phase, "layer": layer_in_words(bind.layer), "op": bind.op}
     alive = sum(bind.roles.values())

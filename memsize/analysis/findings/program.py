@@ -222,7 +222,7 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
             "It fits on {card}: {command}, which the script started, takes {low} to {high} of {total} at its peak."
         )
         values |= {"program": largest.command.removeprefix("python ")}
-        more = " To see what for: memsize run {program}."
+        more = " memsize run {program} shows its breakdown."
         yield Finding("run-children", template + more, values, bytes=largest.high)
         return
     what = "A process" if len(run.gpu_children) == 1 else "The largest of {count} processes"
