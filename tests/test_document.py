@@ -16,7 +16,7 @@ from torch import nn
 import memsize
 from memsize import Finding, Fit, LayoutReport, Report
 from memsize.documents import document
-from memsize.documents.sections import Bars, Curve, Findings, Notes, Part, Stop, Table, Title, Verdict
+from memsize.documents.sections import Bars, Chart, Curve, Findings, Notes, Part, Stop, Table, Title, Verdict
 from memsize.records.answer import Renderable
 from memsize.render import FORMATS, render
 from memsize.units import Bytes
@@ -366,3 +366,29 @@ def test_scenarios_that_need_the_same_share_a_line() -> None:
     assert [limit.size for limit in curve.limits] == [fit.budgets[0].allocator]
     page = render(fit, "html")
     assert f"largest batch {fit.fit_rows[0].size:,}" in page and f"batch {fit.fit_rows[0].next_size:,} needs" in page
+
+
+def test_a_verification_draws_the_measured_step_over_the_predicted_one() -> None:
+    """Both peaks are known, and what the steps add: the rest is from before them.
+
+    The log of the prediction adds 4 MiB, 4 MiB, 512 B and 512 B, and frees 4 MiB; its peak is 90 MiB. The measured one
+    adds 4 MiB and 1 MiB, frees both, adds 4 MiB and 1 KiB; its peak is 102 MiB.
+    """
+    saved = Path(__file__).parent / "saved" / "verification.1.memsize"
+    (view,) = document(memsize.load(saved)).scenes()
+    chart, table = view.sections()
+    assert isinstance(chart, Chart) and chart.other is not None and isinstance(table, Table) and table.name == "figures"
+    mib, run = 2**20, chart.timeline
+    before, real = 90 * mib - (8 * mib + 1024), 102 * mib - 5 * mib
+    added = (0, 4 * mib, 8 * mib, 8 * mib + 512, 8 * mib + 1024, 4 * mib + 1024)
+    assert run.total == tuple(before + size for size in added)
+    assert run.live == {"earlier": (before,) * 6, "elsewhere": added}
+    assert [(str(phase), phase.start, phase.stop) for phase in run.phases] == [
+        ("before", 0, 1),
+        ("forward", 1, 4),
+        ("step", 4, 5),
+        ("backward", 5, 6),
+    ]
+    # The 1 MiB that the prediction lacks comes between the convolution and the norm.
+    assert chart.other.levels == (real, real + 5 * mib, real + 4 * mib, *(real + 4 * mib + 1024,) * 3)
+    assert run.card is not None and run.card.bytes == 80 * 2**30 and set(run.reserved) == {140 * mib}

@@ -149,7 +149,7 @@ def test_the_argument_of_the_batch_is_named(program_line: str, argument: str | N
     refused = Refused(20 * MiB, 5 * MiB, 0, "relu", "body", "forward 1", "net.py:12")
     run = replace(program(), program=program_line, refused=(refused,), failure="OutOfMemoryError: …")
     advice = f"memsize fit-script --vary-argument {argument} finds the largest that fits."
-    assert PROGRAM_RULES.findings(run)[0].in_brief().endswith(advice if argument else "are left.")
+    assert PROGRAM_RULES.findings(run)[0].in_brief().endswith(advice if argument else "is left.")
 
 
 def test_a_program_that_fails_at_once_is_not_told_to_choose_a_device() -> None:
@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_said_with_its_line() -> None:
     run = replace(program(), refused=(refused, refused), failure="OutOfMemoryError")
     assert codes(run) == ["run-out-of-memory"]
     (found,) = PROGRAM_RULES.findings(run)
-    where = "at net.py:12, in forward 2 of body: relu needs 20.00 MiB, 5.00 MiB are left"
+    where = "at net.py:12, in forward 2 of body: relu needs 20.00 MiB, 5.00 MiB is left"
     assert found.in_brief() == f"Out of memory on Tesla T4 {where}."
     assert found.text() == f"Out of memory on Tesla T4 {where}. PyTorch raises OutOfMemoryError 2 times."
     (found,) = PROGRAM_RULES.findings(replace(run, trace=replace(run.trace, notes=(UNCOMPILED,))))
@@ -212,7 +212,7 @@ def test_a_program_that_goes_on_is_told_whether_the_rest_fits(count: int, steps:
     told = told.format(peak="0.33 to 0.67 GiB of 14.6 GiB at the peak")
     times = "once, at net.py:12" if count == 1 else "2 times, first at net.py:12"
     assert found.in_brief() == f"The script runs out of memory on Tesla T4 {times}, and goes on: {told}."
-    assert found.text() == f"{found.in_brief()} In forward 2 of body, relu needs 20.00 MiB, 5.00 MiB are left."
+    assert found.text() == f"{found.in_brief()} In forward 2 of body, relu needs 20.00 MiB, 5.00 MiB is left."
 
 
 def test_a_layer_that_is_a_number_does_not_read_as_a_count() -> None:

@@ -163,7 +163,8 @@ def test_the_worst_rank_is_named() -> None:
 )
 def test_ranks_of_two_kinds_that_need_as_much_are_said_together(sizes: Sequence[int], said: str) -> None:
     kinds = tuple(RankGroup((rank,), of_size(size)) for rank, size in enumerate(sizes))
-    assert f"All {len(sizes)} ranks fit on Tesla T4: {said} to 0.67 GiB" in told(RankRuns(len(sizes), 1, kinds))[0]
+    every = "Both" if len(sizes) == 2 else f"All {len(sizes)}"
+    assert f"{every} ranks fit on Tesla T4: {said} to 0.67 GiB" in told(RankRuns(len(sizes), 1, kinds))[0]
 
 
 def test_a_rank_that_does_not_fit_is_the_worst() -> None:
@@ -174,13 +175,13 @@ def test_a_rank_that_does_not_fit_is_the_worst() -> None:
     assert runs.worst is small
     assert told(runs)[0] == (
         "Out of memory on Tesla T4 for ranks 6 and 7 of 8 at net.py:12, in forward 2 of body: relu needs 20.00 MiB, "
-        "5.00 MiB are left."
+        "5.00 MiB is left."
     )
     eager = replace(small, run=replace(small.run, trace=replace(small.run.trace, notes=(UNCOMPILED,))))
     runs = replace(runs, groups=(runs.groups[0], eager))
     assert told(runs)[0].startswith("Out of memory on Tesla T4 without torch.compile for ranks 6 and 7 of 8 at")
     handled = replace(small, run=replace(small.run, went_on=WentOn(3, None)))
-    assert told(replace(runs, groups=(runs.groups[0], handled)))[0].endswith("are left; the script goes on.")
+    assert told(replace(runs, groups=(runs.groups[0], handled)))[0].endswith("is left; the script goes on.")
 
 
 def test_a_rank_that_fails_is_named() -> None:

@@ -28,7 +28,7 @@ def shown(report: Report, height: int, width: int = 80) -> list[str]:
 def test_the_opening_is_shown_however_low_the_screen_is() -> None:
     drawn = shown(records.toy_report(), 5)
     assert drawn[0].startswith("model.py:Test") and "fp16 halves what is stored, 35.19 MiB → 17.59 MiB." in drawn
-    assert drawn[-1] == "Not shown (--full): bars, layers, scenarios, 2 findings"
+    assert drawn[-1] == "More with --full: bars, layers, scenarios, 2 findings"
 
 
 @pytest.mark.parametrize("height", range(18, 60, 3))
@@ -37,7 +37,7 @@ def test_no_more_is_shown_than_the_screen_has_room_for(height: int, width: int) 
     report = records.toy_report()
     drawn, whole = shown(report, height, width), render(report, "text", width=width).splitlines()
     assert len(drawn) <= height - 2
-    assert drawn == whole or drawn[-1].startswith("Not shown (--full): ")
+    assert drawn == whole or drawn[-1].startswith("More with --full: ")
     assert drawn == whole or len(whole) > height - 2
 
 

@@ -73,7 +73,8 @@ def timeline_title(timeline: Timeline) -> Title:
     phrases += [] if timeline.scenario == "as-given" else [("as", timeline.scenario)]
     phrases += [("on", timeline.card.name)] if timeline.card else []
     if len(timeline):
-        phrases.append((Strip.of_peak(peak.bytes, max(timeline.allocated), max(timeline.reserved)),))
+        card = timeline.card.bytes if timeline.card else 0
+        phrases.append((Strip.of_peak(peak.bytes, max(timeline.allocated), max(timeline.reserved), card=card),))
     return Title(timeline.model, tuple(phrases))
 
 

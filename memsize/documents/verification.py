@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
+from memsize.analysis.verify.alignment import levels_beside
 from memsize.documents import Document, plain, renamed
-from memsize.documents.sections import Bar, Bars, Part, Section, Table, Title
+from memsize.documents.sections import Bar, Bars, Chart, Limit, Overlay, Part, ScenarioView, Section, Table, Title
 from memsize.documents.shared import listed
 from memsize.records.fields import Label
 from memsize.records.finding import Finding, sizes
+from memsize.records.gpu import Card
+from memsize.records.measurement import AllocationLog, OpLocation
+from memsize.records.timeline import Phase, Timeline
+from memsize.records.trace import Storage
 from memsize.records.verification import (
     DIFFERENCE_FIELDS,
     FIGURE_FIELDS,
@@ -31,8 +37,6 @@ class VerificationDocument(Document[Verification]):
     def sections(self) -> tuple[Section, ...]:
         verification, alignment = self.answer, self.answer.alignment
         assumptions = dict.fromkeys(text for run in verification.runs for text in run.prediction.assumptions)
-        rows = (row for run in verification.runs for row in _compared(run))
-        table = Table.of("figures", "Figures", FIGURE_FIELDS, rows, caption="Predictions and measurements")
         work, stack = verification.runs[0].measurement.workload, verification.runs[0].measurement.stack
         trained = f"{work.optimizer}, step {work.steps}" if work.optimizer else "one inference"
         libraries = (
@@ -47,11 +51,21 @@ class VerificationDocument(Document[Verification]):
                 ((work.scenario,), (f"batch {work.batch_size}",), (trained,), (stack.gpu,), (software,)),
             ),
             *self.opening(),
-            table if len(verification.runs) > 1 else table.without("benchmark"),
+            self._table,
             *([difference_table(alignment)] if alignment and alignment.differences else []),
             *listed("Assumed", tuple(assumptions)),
             *listed("Notes", tuple(dict.fromkeys((*_notes(verification), *verification.notes)))),
         )
+
+    @property
+    def _table(self) -> Table:
+        rows = (row for run in self.answer.runs for row in _compared(run))
+        table = Table.of("figures", "Figures", FIGURE_FIELDS, rows, caption="Predictions and measurements")
+        return table if len(self.answer.runs) > 1 else table.without("benchmark")
+
+    def scenes(self) -> tuple[ScenarioView, ...]:
+        chart = last_step(self.answer.runs[0])
+        return (ScenarioView("step", "the last step", lambda: (chart, self._table)),) if chart else ()
 
     def verdict(self) -> tuple[Finding, ...]:
         """The error of the prediction that is furthest off, and the number of allocations that match."""
@@ -82,7 +96,8 @@ class VerificationDocument(Document[Verification]):
                 low, high = comparison.predicted
                 bars.append(Bar((Label(f"{name}: predicted"),), (low, high - low, 0)))
                 bars.append(Bar((Label(f"{name}: measured"),), (0, 0, comparison.measured)))
-        return Bars("predicted beside measured", _PARTS, tuple(bars)) if bars else None
+        stack = self.answer.runs[0].measurement.stack
+        return Bars("predicted beside measured", _PARTS, tuple(bars), Limit(stack.gpu, stack.total)) if bars else None
 
     def figures(self, unit: str) -> dict[str, Any]:
         verification, alignment = self.answer, self.answer.alignment
@@ -115,6 +130,63 @@ def _compared(run: VerifiedRun) -> Iterator[FigureComparison]:
     yield from run.comparisons
     if run.tracked is not None:
         yield run.tracked
+
+
+def last_step(run: VerifiedRun) -> Chart | None:
+    """The live bytes of the last step as predicted, with the measured ones as a line; None if no log was recorded, or
+    if too little of it is as predicted.
+
+    Both begin with the tensors from before the step, which one storage stands for: a step may free parts of them.
+    """
+    measured, predicted, stack = run.measurement, run.prediction, run.measurement.stack
+    if measured.log is None or measured.steady is None:
+        return None
+    delta, real = _changes(predicted.log, predicted.steady), _changes(measured.log, measured.steady.requested)
+    places = _places(predicted.log)
+    levels = levels_beside(delta, real, (places, _places(measured.log))) or levels_beside(delta, real)
+    if not levels:
+        return None
+    layers = tuple(dict.fromkeys(place.layer for place in places if place.layer is not None))
+    layer = tuple(-1 if place.layer is None else layers.index(place.layer) for place in places)
+    starts = [n for n, place in enumerate(places) if n == 0 or place.phase != places[n - 1].phase]
+    keys = (-1, *(max(entry.storage, -1) for entry in predicted.log.entries))
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    first = [keys.index(key) for key in numbers]
+    is_older = [key < 0 for key in keys]
+    timeline = Timeline(
+        model=measured.workload.model,
+        scenario=measured.workload.scenario,
+        layers=layers,
+        phases=tuple(Phase(places[start].phase, 0, start, stop) for start, stop in pairwise((*starts, len(delta)))),
+        op=tuple(place.op for place in places),
+        layer=layer,
+        delta=delta,
+        live={
+            "earlier": tuple(accumulate(size if old else 0 for size, old in zip(delta, is_older, strict=True))),
+            "elsewhere": tuple(accumulate(0 if old else size for size, old in zip(delta, is_older, strict=True))),
+        },
+        allocated=tuple(accumulate(delta)),
+        reserved=(predicted.most.reserved,) * len(delta),
+        storage=tuple(numbers[key] for key in keys),
+        address=(0,) * len(delta),
+        storages=tuple(
+            Storage(delta[n], "earlier" if is_older[n] else "elsewhere", layer[n], places[n].op, "", (), -1)
+            for n in first
+        ),
+        card=Card(stack.gpu, stack.capability, stack.total, "measured"),
+    )
+    title = "Predicted live bytes of the last step, with the measured ones as a line"
+    return Chart(timeline, title, other=Overlay("measured", levels))
+
+
+def _places(log: AllocationLog) -> tuple[OpLocation, ...]:
+    return (OpLocation("before", None, ""), *(log.places[entry.place] for entry in log.entries))
+
+
+def _changes(log: AllocationLog, peak: int) -> tuple[int, ...]:
+    """The changes of live bytes over a step with this `peak`: the tensors from before it, then its log."""
+    changes = tuple(entry.delta for entry in log.entries)
+    return (peak - max(accumulate(changes), default=0), *changes)
 
 
 def difference_table(alignment: Alignment) -> Table:

@@ -348,7 +348,7 @@ def picture(curve: Curve, unit: str) -> dict[str, Any]:
     limits = [limit for limit in curve.limits if limit.size <= 2 * top]
     most = max(top, *(limit.size for limit in limits), 1)
     widest = max(size for line in curve.lines for size, _ in line.points)
-    frame = Frame(round(widest * _BEYOND) + 1, round(most * _BEYOND), top=24, bottom=330)
+    frame = Frame(round(widest * _BEYOND) + 1, round(most * _BEYOND), left=64, right=690, top=24, bottom=330)
     scale = unit_for(frame.most, unit)
     drawn = [_line(frame, line, COLOURS[n % len(COLOURS)], curve.axis, unit) for n, line in enumerate(curve.lines)]
     answers = sorted((line["answer"] for line in drawn if line["answer"]), reverse=True)

@@ -165,7 +165,7 @@ def _more(left_out: Sequence[Section], screen: Screen) -> list[Text]:
     names += [f"{findings} finding{'' if findings == 1 else 's'}"] if findings else []
     for count in range(len(names), 0, -1):
         more = f" and {len(names) - count} more" if count < len(names) else ""
-        text = f"Not shown (--full): {', '.join(names[:count])}{more}"
+        text = f"More with --full: {', '.join(names[:count])}{more}"
         if screen.width is None or len(text) <= screen.width:
             break
     return wrapped(text, screen.width, style="dim")

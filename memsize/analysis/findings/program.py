@@ -54,7 +54,7 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     values: dict[str, object] = {"card": run.card.name, **request_in_words(run, first), "count": len(run.refused)}
     values |= {"total": Bytes(run.card.bytes)}
     limit = " (the allocator may take {allowed} of it)" if allowed else ""
-    needs = "{op} needs {bytes}, {free} are left"
+    needs = "{op} needs {bytes}, {free} is left"
     template = brief = f"Out of memory on {{card}}{limit}{eagerly(run)} at {{line}}, in {{where}}: {needs}."
     if run.went_on is None:
         advice, more = _advice(run)
@@ -401,9 +401,9 @@ def _ranks_fit(runs: RankRuns) -> Iterator[Finding]:
     if run.refused or not run.trace.events or any(other.run.failure for other in runs.groups):
         return
     most = "{ranks} needs the most," if len(runs.neediest) == 1 else "{ranks} need the most,"
-    template = "All {size} {noun} fit on {card}: " + ("each takes" if len(runs.neediest) == runs.size else most)
+    template = "{all} {noun} fit on {card}: " + ("each takes" if len(runs.neediest) == runs.size else most)
     template += " {low} to {high} of {total} at the peak, in {where}."
-    values = {"size": runs.size, "noun": f"{runs.noun}s", "card": run.card.name}
+    values = {"all": "Both" if runs.size == 2 else f"All {runs.size}", "noun": f"{runs.noun}s", "card": run.card.name}
     values |= {"ranks": runs.counted(runs.neediest)} | peak_in_words(run)
     yield Finding("ranks-fit", template, values, bytes=peak.device.high, layers=_layers(peak.peak_layer))
 

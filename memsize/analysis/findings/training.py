@@ -9,7 +9,7 @@ from typing import Final
 from memsize.analysis.findings.evidence import Evidence, bytes_of
 from memsize.analysis.findings.unfinished_runs import moment, out_of_memory
 from memsize.records.aggregates import summit
-from memsize.records.finding import Finding, Moment, Rules, optimizer_in_words, sizes
+from memsize.records.finding import Finding, Moment, Rules, join_names, optimizer_in_words, sizes
 from memsize.records.gpu import GpuEstimate
 from memsize.records.roles import FIXED, PER_PARAMETER, Role, noun
 from memsize.units import Bytes
@@ -21,10 +21,11 @@ RULES = Rules[Evidence]()
 def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
     for run, peaks in (("training", evidence.peaks), ("inference", evidence.inference)):
         short = {name: peak.shortage for name, peak in peaks.items() if peak.shortage}
+        fitting = tuple(name for name in peaks if name not in short)
         for name, shortage in list(short.items())[:1]:
-            others = f" (and under {more} other scenario{'s' if more > 1 else ''})" if (more := len(short) - 1) else ""
             shown = name if run == "training" and not evidence.spread else None
-            yield out_of_memory(shortage, what=f"{run} under {name}{others}", gpu=evidence.gpu, scenario=shown)
+            what = f"{run} under {join_names(tuple(short))}"
+            yield out_of_memory(shortage, what, gpu=evidence.gpu, scenario=shown, fitting=fitting)
 
 
 @RULES.rule("training-peak", "adapters-leave-activations")

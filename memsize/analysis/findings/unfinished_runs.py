@@ -17,21 +17,24 @@ def moment(phase: str, layer: str) -> str:
     return moment_in_words(phase if layer else _PHASES.get(phase, phase), layer)
 
 
-def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None = None) -> Finding:
+def out_of_memory(
+    shortage: Shortage, what: str, gpu: str, scenario: str | None = None, fitting: tuple[str, ...] = ()
+) -> Finding:
     """Say that `what` (a sentence's subject) does not fit on `gpu`, where it stops, and what PyTorch's error would be.
 
-    `scenario` is that of the run which a page shows over time, if it is this one.
+    `scenario` is that of the run which a page shows over time, if it is this one; `fitting` are those that do fit.
     """
     takes = "context and NCCL's buffers take" if shortage.nccl else "context takes"
     brief = f"{{what}} may not fit on {{gpu}}: if the CUDA {takes} {{context}}, it runs out of memory in the {{where}}."
-    text = brief
     if shortage.certain:
         brief = "{what} does not fit on {gpu}: it runs out of memory in the {where}."
-        text = f"{brief} The peaks are those of the same run with enough memory."
+    if fitting:
+        brief += f" {{fitting}} fit{'s' if len(fitting) == 1 else ''}."
+    text = f"{brief} The peaks are those of the same run with enough memory." if shortage.certain else brief
     text += " PyTorch's error would then say that it tried to allocate {tried}; of {total}, {free} are free, "
     text += "{allocated} are allocated by PyTorch, and {idle} are reserved but unallocated."
     where = moment(shortage.phase, shortage.layer)
-    values: dict[str, object] = {"what": what[:1].upper() + what[1:], "gpu": gpu, "where": where}
+    values: dict[str, object] = {"what": what[:1].upper() + what[1:], "gpu": gpu, "where": where, "fitting": fitting}
     values |= sizes(tried=shortage.tried, free=shortage.free, total=shortage.total, allocated=shortage.allocated)
     values |= sizes(idle=shortage.reserved - shortage.allocated)
     values |= sizes(context=shortage.total - shortage.free - shortage.reserved)

@@ -27,10 +27,10 @@ function touchableChart(run, choose) {
     make("button", { type: "button", onclick: () => showPeak(chart) }, "Peak"),
     make("button", { type: "button", "aria-label": "Zoom in", onclick: zoomBy(2) }, "+"),
     make("button", { type: "button", "aria-label": "Zoom out", onclick: zoomBy(0.5) }, "−"),
-    make("button", { type: "button", onclick: () => showAll(chart) }, "Whole run"),
-    make("span", { class: "remark" }, "Press a moment to see what is alive then. Drag over a stretch or double-click to zoom, also Ctrl and scroll; Shift and drag to pan; ← → move by one event, Page Up and Page Down by a phase."));
+    make("button", { type: "button", onclick: () => showAll(chart) }, "Whole run"));
+  const remark = make("p", { class: "remark" }, "Click a moment to see everything alive then. To zoom, drag over a stretch, double-click, or scroll with Ctrl; to pan, drag with Shift. ← and → move by one event, Page Up and Page Down by one phase.");
   chart.overview = overview(chart);
-  chart.element = make("div", { class: "timeline" }, chart.tools, chart.svg, chart.overview);
+  chart.element = make("div", { class: "timeline" }, chart.tools, chart.svg, chart.overview, remark);
   const redrawn = oncePerFrame(() => redrawChart(chart));
   chart.redraw = redrawn;
   new ResizeObserver(([entry]) => resize(chart, entry.contentRect.width)).observe(chart.element);

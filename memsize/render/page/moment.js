@@ -17,7 +17,7 @@ function momentPanel(run, choose) {
   const parts = { Tensors: panel.list };
   if (run.layers.length) parts.Modules = panel.treemap.element;
   if (run.lines.length) parts["Lines and calls"] = panel.calls.element;
-  parts["Allocator’s segments"] = panel.blocks;
+  if (run.segments.length) parts["Allocator’s segments"] = panel.blocks;
   panel.element.append(panel.head, panel.facts, panel.roles, partButtons(parts), ...Object.values(parts));
   panel.show = (event) => showMoment(panel, event);
   return panel;

@@ -41,7 +41,7 @@ function addTreemap(state) {
       role: column.head.dataset.role ?? "parameter",
       lines: [row.row.cells[1].textContent],
     })),
-  })).filter((measure) => measure.leaves.length > 0);
+  })).filter((measure) => measure.leaves.length > 1);
   if (!measures.length) return;
   const view = touchableTreemap(() => measures, (path) => reveal(state, path));
   state.section.querySelector(".tools").before(view.element);
