@@ -389,7 +389,7 @@ def _ranks_refused(runs: RankRuns) -> Iterator[Finding]:
             first = group.run.refused[0]
             ends = "." if group.run.went_on is None else "; the script goes on."
             template = f"Out of memory on {{card}}{eagerly(group.run)} for {{ranks}} of {{size}} at {{line}}, in "
-            template += f"{{where}}: {{op}} needs {{bytes}}, {{free}} are left{ends}"
+            template += f"{{where}}: {{op}} needs {{bytes}}, {{free}} is left{ends}"
             values: dict[str, object] = {"card": group.run.card.name, "ranks": runs.named(group), "size": runs.size}
             values |= request_in_words(group.run, first)
             yield Finding("ranks-out-of-memory", template, values, bytes=first.bytes)
@@ -403,7 +403,11 @@ def _ranks_fit(runs: RankRuns) -> Iterator[Finding]:
     most = "{ranks} needs the most," if len(runs.neediest) == 1 else "{ranks} need the most,"
     template = "{all} {noun} fit on {card}: " + ("each takes" if len(runs.neediest) == runs.size else most)
     template += " {low} to {high} of {total} at the peak, in {where}."
-    values = {"all": "Both" if runs.size == 2 else f"All {runs.size}", "noun": f"{runs.noun}s", "card": run.card.name}
+    values: dict[str, object] = {
+        "all": "Both" if runs.size == 2 else f"All {runs.size}",
+        "noun": f"{runs.noun}s",
+        "card": run.card.name,
+    }
     values |= {"ranks": runs.counted(runs.neediest)} | peak_in_words(run)
     yield Finding("ranks-fit", template, values, bytes=peak.device.high, layers=_layers(peak.peak_layer))
 

@@ -249,9 +249,10 @@ function band(chart, { start, stop }, y, name, short) {
 function cardLine(chart) {
   if (!chart.limit) return [];
   const { left, right } = sides(chart), y = yOf(chart, chart.limit);
+  const isLeft = xOf(chart, summit(chart.run)) > (left + right) / 2;  // away from the peak, which may be just below
   return [
     draw("line", { class: "limit", x1: left, x2: right, y1: y, y2: y }),
-    draw("text", { class: "limit", x: right - 6, y: y + 13, "text-anchor": "end" }, `${chart.run.card.name}: ${size(chart.limit)}`),
+    draw("text", { class: "limit", x: isLeft ? left + 6 : right - 6, y: y + 13, "text-anchor": isLeft ? "start" : "end" }, `${chart.run.card.name}: ${size(chart.limit)}`),
   ];
 }
 
