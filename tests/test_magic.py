@@ -115,3 +115,9 @@ def test_a_block_gives_back_what_it_moved() -> None:
         _fail_after_a_backward(model)
     assert {name: value.device.type for name, value in model.state_dict().items()} == dict.fromkeys(before, "cpu")
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_an_unclosed_quotation_is_one_line(shell: InteractiveShell) -> None:
+    for line in ('%memsize report "net.py', '%%memsize --gpu "t4\n1'):
+        error = run(shell, line).error_in_exec
+        assert isinstance(error, UsageError) and str(error) == "No closing quotation"

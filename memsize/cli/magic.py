@@ -39,7 +39,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 def _run_line(line: str) -> None:
     """Run a command as a terminal does: ``%memsize fit model.py:Net --gpu t4``."""
-    run(shlex.split(line))
+    run(_words(line))
 
 
 def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
@@ -75,11 +75,22 @@ def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
     return gpu.run
 
 
-def _parsed(line: str) -> CellRequest:
+def _words(line: str) -> list[str]:
+    """The words of a magic's line; IPython shows an unclosed quotation as one line."""
     from IPython.core.error import UsageError
 
     try:
-        request: CellRequest = _COMMAND.main(shlex.split(line), prog_name="%%memsize", standalone_mode=False)
+        return shlex.split(line)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _parsed(line: str) -> CellRequest:
+    from IPython.core.error import UsageError
+
+    words = _words(line)
+    try:
+        request: CellRequest = _COMMAND.main(words, prog_name="%%memsize", standalone_mode=False)
         card(request.gpu.name or DEFAULT_GPU)
     except (click.ClickException, MemsizeError, ValueError) as error:
         text = error.format_message() if isinstance(error, click.ClickException) else str(error)
