@@ -146,9 +146,9 @@ def last_step(run: VerifiedRun) -> Chart | None:
     levels = levels_beside(delta, real, (places, _places(measured.log))) or levels_beside(delta, real)
     if not levels:
         return None
-    layers = tuple(dict.fromkeys(place.layer for place in places if place.layer is not None))
-    layer = tuple(-1 if place.layer is None else layers.index(place.layer) for place in places)
-    starts = [n for n, place in enumerate(places) if n == 0 or place.phase != places[n - 1].phase]
+    layers = tuple(dict.fromkeys(location.layer for location in places if location.layer is not None))
+    layer = tuple(-1 if location.layer is None else layers.index(location.layer) for location in places)
+    starts = [n for n, location in enumerate(places) if n == 0 or location.phase != places[n - 1].phase]
     keys = (-1, *(max(entry.storage, -1) for entry in predicted.log.entries))
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     first = [keys.index(key) for key in numbers]
@@ -158,7 +158,7 @@ def last_step(run: VerifiedRun) -> Chart | None:
         scenario=measured.workload.scenario,
         layers=layers,
         phases=tuple(Phase(places[start].phase, 0, start, stop) for start, stop in pairwise((*starts, len(delta)))),
-        op=tuple(place.op for place in places),
+        op=tuple(location.op for location in places),
         layer=layer,
         delta=delta,
         live={
