@@ -146,17 +146,17 @@ def last_step(run: VerifiedRun) -> Chart | None:
     levels = levels_beside(delta, real, (places, _places(measured.log))) or levels_beside(delta, real)
     if not levels:
         return None
-    layers = tuple(dict.fromkeys(location.layer for location in places if location.layer is not None))
-    layer = tuple(-1 if location.layer is None else layers.index(location.layer) for location in places)
+    layers = {path: n for n, path in enumerate(dict.fromkeys(at.layer for at in places if at.layer is not None))}
+    layer = tuple(-1 if location.layer is None else layers[location.layer] for location in places)
     starts = [n for n, location in enumerate(places) if n == 0 or location.phase != places[n - 1].phase]
     keys = (-1, *(max(entry.storage, -1) for entry in predicted.log.entries))
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    first = [keys.index(key) for key in numbers]
+    first = {key: n for n, key in reversed([*enumerate(keys)])}
     is_older = [key < 0 for key in keys]
     timeline = Timeline(
         model=measured.workload.model,
         scenario=measured.workload.scenario,
-        layers=layers,
+        layers=tuple(layers),
         phases=tuple(Phase(places[start].phase, 0, start, stop) for start, stop in pairwise((*starts, len(delta)))),
         op=tuple(location.op for location in places),
         layer=layer,
@@ -171,7 +171,7 @@ def last_step(run: VerifiedRun) -> Chart | None:
         address=(0,) * len(delta),
         storages=tuple(
             Storage(delta[n], "earlier" if is_older[n] else "elsewhere", layer[n], places[n].op, "", (), -1)
-            for n in first
+            for n in map(first.__getitem__, numbers)
         ),
         card=Card(stack.gpu, stack.capability, stack.total, "measured"),
     )
