@@ -136,6 +136,22 @@ def test_kernels_and_patterns_that_are_passed_over_change_nothing(
     assert (shorter.events, shorter.storages, shorter.notes) == (whole.events, whole.storages, whole.notes)
 
 
+class Histogram(nn.Module):
+    """Counts integers as CUDA's `histc` does, and the CPU's does not: so experts get their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.gate(x)
+        return scores * torch.histc(scores.argmax(-1).int(), bins=4, min=0, max=3)
+
+
+def test_traced_operators_have_the_rules_of_cuda() -> None:
+    assert not [note for note in traced(Histogram, "fp32" + COMPILED).notes if "could not be" in note]
+
+
 @pytest.mark.thorough
 def test_pointwise_steps_are_one_kernel_and_are_recomputed() -> None:
     eager, compiled = traced(Gelus, "fp32"), traced(Gelus, "fp32" + COMPILED)
@@ -607,6 +623,34 @@ def test_a_compiled_backward_frees_what_it_has_used() -> None:
     events = [event for event in trace.events if event.phase == backward]
     used = next(i for i, e in enumerate(events) if e.delta < 0 and trace.storages[e.storage].role == "activation")
     assert any(event.delta > 0 for event in events[used:])
+
+
+LAUNCHED = """
+import torch, triton
+from torch.library import triton_op, wrap_triton
+
+@triton.jit
+def doubled(x, out):
+    pass
+
+@triton_op("memsize_tests::double", mutates_args={})
+def double(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    wrap_triton(doubled)[(1,)](x, out)
+    return out
+
+double.register_autograd(lambda context, gradient: gradient)
+up = torch.nn.Linear(64, 64, device="cuda")
+torch.compile(lambda x: double(up(x)).sin().sum())(torch.randn(32, 64, device="cuda")).backward()
+"""
+
+
+def test_a_compiled_triton_kernel_writes_to_buffers_of_its_operator() -> None:
+    """Its operator is traced: the buffer that it makes is saved for sin, as the input is for `up`."""
+    pytest.importorskip("triton", reason="comes with PyTorch's CUDA builds")
+    trace = run_script(LAUNCHED)
+    assert not [note for note in trace.notes if "could not be" in note]
+    assert [s.op for s in trace.storages if s.role == "activation" and s.bytes == 32 * 64 * 4] == ["randn", "empty"]
 
 
 SCRIPT_OF_ONE = """

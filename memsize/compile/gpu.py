@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.scheduler as inductor_scheduler
+from torch import _meta_registrations
 from torch._dynamo import device_interface
 from torch._functorch import config as functorch, partitioners
 from torch._inductor import config as inductor, ir, utils
@@ -103,6 +104,10 @@ class PlannedScheduling(TritonScheduling):
         return None
 
 
+_LAUNCHES: Final = {"codegen", "codegen_with_epilogue_fusion"} & vars(ir.UserDefinedTritonKernel).keys()
+"""The methods that write the launch of a program's own Triton kernel, which writes to existing tensors."""
+
+
 def _one_by_one(nodes: list[Any], *_: Any, **__: Any) -> list[list[Any]]:
     """Groups of one: kernels that run side by side in one allocate what each of them does, and free it together."""
     return [[node] for node in nodes]
@@ -181,9 +186,11 @@ def planning(
         (torch.cuda, "get_device_properties", lambda *_: properties),
         (torch.cuda, "get_device_capability", lambda *_: (properties.major, properties.minor)),
         (GraphLowering, "_compile_to_module", lambda graph: _unloaded(graph, lowered)),
+        (_meta_registrations, "device_hint", lambda _: "cuda"),  # graphs are traced with fakes on the CPU
         (GraphModule, "print_readable", lambda *_, **__: ""),  # a key of caches, which are off
         wrapping(inductor_scheduler.SchedulerNode, "codegen", generating),
         wrapping(PatternMatcherPass, "apply", applied_where_likely),
+        *((ir.UserDefinedTritonKernel, name, lambda *_: None) for name in _LAUNCHES),
         (ComboKernel, "horizontal_partition", staticmethod(_one_by_one)),
         (partitioners, "functionalize_rng_ops", lambda _joint, forward, backward, *_: (forward, backward)),
         *shortcuts(),
