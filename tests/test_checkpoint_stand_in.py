@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import memsize
-from memsize import ProgramRun
+from memsize import ForwardError, ProgramRun
 
 RESUMING = """
     import os, sys, torch
@@ -89,3 +89,13 @@ def test_entries_that_a_script_goes_through_are_those_of_its_model(tmp_path: Pat
 def test_a_checkpoint_that_is_not_there_fails_without_the_option(tmp_path: Path) -> None:
     with pytest.raises(memsize.ForwardError, match="No such file"):
         ran(tmp_path, textwrap.dedent(RESUMING) + "\nresume('absent.pt', None)", checkpoint=None)
+
+
+def test_a_missing_checkpoint_is_pointed_at_its_stand_in(tmp_path: Path) -> None:
+    """What a person sees who resumes a script without the file, and what the answer says to type."""
+    text = f"{textwrap.dedent(RESUMING)}\nresume(sys.argv[1], 'cuda')\ntrain(1)"
+    with pytest.raises(
+        ForwardError, match=r"last\.pt is not on this machine: run the script with checkpoint stand-in, which"
+    ):
+        ran(tmp_path, text, "last.pt", checkpoint=None)
+    assert ran(tmp_path, text, "last.pt").failure is None

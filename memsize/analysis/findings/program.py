@@ -25,7 +25,14 @@ from memsize.units import Bytes
 RULES: Final = Rules[ProgramRun]()
 _LARGE_ON_HOST: Final = 1 << 30
 """From this many bytes of host memory on, a verdict names them."""
-CAUSES: Final = ("run-needs-gpu", "run-missing-package", "run-needs-launcher", "run-divides-heads", "run-other-gpu")
+CAUSES: Final = (
+    "run-needs-gpu",
+    "run-missing-package",
+    "run-missing-checkpoint",
+    "run-needs-launcher",
+    "run-divides-heads",
+    "run-other-gpu",
+)
 """Findings that say why a program failed, and what to change."""
 
 
@@ -93,6 +100,9 @@ def _advice(run: ProgramRun) -> tuple[str, dict[str, object]]:
     return text, values
 
 
+_NO_CHECKPOINT: Final = re.compile(
+    r"FileNotFoundError: \[Errno 2\] No such file or directory: '([^']+\.(?:pt|pth|ckpt|bin|tar|safetensors))'"
+)
 BATCH: Final = re.compile(r" --?([\w.-]*batch[\w-]*|bs|b)[ =]\d")
 """An argument of a program that sets its batch."""
 _PURPOSES: Final = {
@@ -160,6 +170,16 @@ def _missing(run: ProgramRun) -> Iterator[Finding]:
         return
     template = "{name} is not installed in memsize's environment: install both in the same one."
     yield Finding("run-missing-package", template, {"name": match[1]})
+
+
+@RULES.rule("run-missing-checkpoint")
+def _missing_checkpoint(run: ProgramRun) -> Iterator[Finding]:
+    match = _NO_CHECKPOINT.match(run.failure or "")
+    if match is not None:
+        template = (
+            "{name} is not on this machine: run the script with --checkpoint stand-in, which has the model's shapes."
+        )
+        yield Finding("run-missing-checkpoint", template, {"name": match[1]})
 
 
 @RULES.rule("run-needs-launcher")
