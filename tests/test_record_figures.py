@@ -236,14 +236,14 @@ def test_the_tables_of_a_report_have_every_figure_by_its_name() -> None:
     report = records.structures_report()
     layers = report.layers.set_index("path")
     assert list(layers.columns) == [
-        "type", "depth", "calls", "kernel", "input", "output", "stored_as", "parameters", "trainable",
-        "parameter_bytes", "buffer_bytes", "attribute_bytes", "output_bytes", "saved_bytes", "cast_bytes",
+        "type", "depth", "kernel", "input", "output", "calls", "parameters", "trainable", "stored_as",
+        "parameter_bytes", "buffer_bytes", "attribute_bytes", "cast_bytes", "output_bytes", "saved_bytes",
         "multiply_adds", "marks",
     ]  # fmt: skip
     # the token and the position and the table of the model itself: 4 · 4 B, 5 · 8 B and 4 · 4 B
-    assert layers.loc[""].tolist()[:13] == ["Tiny", 0, 1, "", "", "float32[1,5,4]", "float32", 4, 4, 16, 40, 16, 80]
+    assert layers.loc[""].tolist()[:14] == ["Tiny", 0, "", "", "float32[1,5,4]", 1, 4, 4, "float32", 16, 40, 16, 0, 80]
     assert layers.loc["norm"].tolist() == [
-        "LayerNorm", 1, 1, "", "", "float32[1,5,4]", "float32", 4, 0, 16, 0, 0, 80, 120, 0, None, "frozen",
+        "LayerNorm", 1, "", "", "float32[1,5,4]", 1, 4, 0, "float32", 16, 0, 0, 0, 80, 120, None, "frozen",
     ]  # fmt: skip
     tensors = report.tensors.set_index("name")
     assert list(tensors.columns) == [

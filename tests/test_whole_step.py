@@ -118,3 +118,53 @@ def test_a_script_that_goes_on_is_not_run_again(script: Path) -> None:
     script.write_text(lines.replace(".backward()\n", ".backward()\n", 1))
     run = run_with(script)
     assert run.refused and not run.ran_out and run.whole is None
+
+
+ADVERSARIES = """\
+import sys
+
+import torch
+from torch import nn
+
+batch = int(sys.argv[2])
+widths = [128, 512, 256, 128, 64]
+layers = []
+for index, (narrow, wide) in enumerate(zip(widths, widths[1:])):
+    layers += [nn.ConvTranspose2d(narrow, wide, 4, 2 if index else 1, 1 if index else 0)]
+    layers += [nn.BatchNorm2d(wide), nn.ReLU(True)]
+generator = nn.Sequential(*layers, nn.ConvTranspose2d(64, 3, 4, 4, 0), nn.Tanh()).cuda()
+layers = [nn.Conv2d(3, 64, 4, 2, 1), nn.LeakyReLU(0.2, True)]
+for width in (64, 128, 256):
+    layers += [nn.Conv2d(width, 2 * width, 4, 2, 1), nn.BatchNorm2d(2 * width), nn.LeakyReLU(0.2, True)]
+critic = nn.Sequential(*layers, nn.Conv2d(512, 1, 8)).cuda()
+optimizers = [torch.optim.Adam(net.parameters(), 2e-4) for net in (generator, critic)]
+loss = nn.BCEWithLogitsLoss()
+for step in range(3):
+    real = torch.randn(batch, 3, 128, 128, device="cuda")
+    z = torch.randn(batch, 128, 1, 1, device="cuda")
+    fake = generator(z)
+    optimizers[1].zero_grad()
+    r, f = critic(real).flatten(), critic(fake.detach()).flatten()
+    loss_d = loss(r, torch.ones_like(r)) + loss(f, torch.zeros_like(f))
+    loss_d.backward()
+    optimizers[1].step()
+    optimizers[0].zero_grad()
+    f = critic(fake).flatten()
+    loss_g = loss(f, torch.ones_like(f))
+    loss_g.backward()
+    optimizers[0].step()
+"""
+
+
+@pytest.mark.thorough
+def test_a_batch_that_ran_out_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With less memory than the run had, this batch would fit: cached blocks are given back at another moment."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "gan.py"
+    script.write_text(ADVERSARIES)
+    run = memsize.run(script, ["--batch-size", "1906"], gpu="t4")
+    assert isinstance(run, memsize.ProgramRun) and run.ran_out
+    assert run.whole is not None and run.whole.batch is not None
+    assert 1600 < run.whole.batch.size < 1906 and not run.whole.batch.largest
+    smaller = memsize.run(script, ["--batch-size", str(run.whole.batch.size)], gpu="t4")
+    assert isinstance(smaller, memsize.ProgramRun) and not smaller.ran_out

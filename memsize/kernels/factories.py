@@ -243,6 +243,13 @@ def _scattered_in_place(tensor: Any, dim: int, index: Any, src: Any) -> Any:
     return tensor if fits and covers and is_alike else NotImplemented
 
 
+@shape_rule("aten::index_add_")
+def _index_added_in_place(tensor: Any, *args: Any, **options: Any) -> Any:
+    """Write in place, where the result alone would be made anew."""
+    is_checked = not overlaps(tensor) and _index_added(tensor, *args, **options) is not NotImplemented
+    return tensor if is_checked else NotImplemented
+
+
 @shape_rule("aten::index_add")
 def _index_added(tensor: Any, dim: int, index: Any, source: Any, **_: Any) -> Any:
     """The gradient of a selection: row-major (``index_func_meta_impl`` of TensorAdvancedIndexing.cpp). PyTorch's `meta`

@@ -307,8 +307,6 @@ def plan_of(model: Any, size: int) -> dict[str, str]:
     """Return the style of each layer by its name, ``*`` for numbers. Raises `InputError` if there is no such plan."""
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, dict) or not plan or not hasattr(model, "_expand_parallel_plan"):
-        if not expert_parameters(model)[0]:
-            raise InputError(f"{type(model).__name__} has no experts to divide over ep={size}: ddp and fsdp spread it")
         raise InputError(
             f"{type(model).__name__} has no plan for tensor parallelism (transformers' tp_plan): divide it in a step= "
             "of your own, with memsize.trace(world=…) and parallelize_module"

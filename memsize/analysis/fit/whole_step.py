@@ -23,6 +23,8 @@ _PATIENCE: Final = 30
 """Seconds that a script may have run for it to be run again."""
 _MOST_RUNS: Final = 4
 """Runs that the search for a batch may take."""
+_SHARES: Final = (1, 0.95, 0.9)
+"""The parts of the memory for which a batch is searched, until one also fits a GPU with more."""
 _BATCH_OPTION: Final = re.compile(r"--?(?!.*(eval|val|test))([\w.-]*batch([_-]?size)?|bs|b)")
 """An option for the batch of training."""
 
@@ -59,7 +61,7 @@ def with_whole_steps(
         if varied is not None and varied.value > 1:
             # A run refuses what can't fit beside the least that CUDA takes; what fits does so beside the most.
             capacity = min(run.capacity, budget_of(run.card, script.settings.stack).allocator)
-            whole = whole._replace(batch=_batch(capacity, varied, footprint, measure))
+            whole = whole._replace(batch=_batch(capacity, run.capacity, varied, footprint, measure))
     except (ForwardError, InputError, KeyboardInterrupt):
         return run
     run = replace(run, whole=whole)
@@ -77,15 +79,29 @@ def _varied(script: UnboundedScript, arguments: Sequence[str], defaults: Mapping
 
 
 def _batch(
-    capacity: int, script: VariedScript, footprint: Footprint, measure: Callable[[Sequence[str], int], Footprint]
+    capacity: int,
+    roomy: int,
+    script: VariedScript,
+    footprint: Footprint,
+    measure: Callable[[Sequence[str], int], Footprint],
 ) -> FittingBatch | None:
-    """The largest batch below the script's own that a few runs show to fit `capacity`."""
-    search = Search(
-        lambda size: measure(script.valued(size), size),
-        capacity,
-        runs={script.value: footprint},
-        refused={},
-        most=script.value - 1,
-    )
-    search.run(None, _MOST_RUNS)
-    return FittingBatch(script.name, search.size, search.closed or search.endless) if search.size else None
+    """The largest batch below the script's own that a few runs show to fit `capacity`, and `roomy`, which its own did
+    not.
+
+    What fits less memory may not fit more, because cached blocks are given back at another moment. Then a batch that
+    leaves some room is named.
+    """
+    runs = {script.value: footprint}
+    for share in _SHARES:
+        search = Search(
+            lambda size: measure(script.valued(size), size),
+            int(capacity * share),
+            runs=runs,
+            refused={},
+            most=script.value - 1,
+        )
+        search.run(None, _MOST_RUNS)
+        size = search.size
+        if 0 < size < script.value and runs[size].fits(roomy):
+            return FittingBatch(script.name, size, share == 1 and (search.closed or search.endless))
+    return None
