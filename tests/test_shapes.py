@@ -226,6 +226,7 @@ REAL: dict[str, list[tuple[Any, ...]]] = {
     "scatter_.value": [(ROWS, 1, whole(2, 4, 8), 1.0)],
     "scatter_add_": [(ROWS, 1, whole(2, 4, 8), ROWS)],
     "index_add": [(ROWS, 1, whole(4), meta(3, 4, 8)), (LAST, -1, whole(2), meta(*LAST.shape[:-1], 2))],
+    "index_add_": [(ROWS, 1, whole(4), meta(3, 4, 8)), (LAST, -1, whole(2), meta(*LAST.shape[:-1], 2))],
     "index_copy": [(ROWS, 1, whole(4), meta(3, 4, 8))],
     "index.Tensor": [
         (ROWS, [whole(7)]), (ROWS, [None, whole(2, 7)]), (ROWS, [whole(7), None, whole(2, 1)]),
@@ -650,6 +651,11 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     "cat": [([ROWS, meta(3, 5, 7)], 1), ([ROWS, HALF], 0), ([], 0), ([ROWS, ROWS], 3)],
     "stack": [([ROWS, meta(3, 5, 7)], 0)],
     "index_add": [(ROWS, 1, whole(4), meta(3, 5, 8)), (ROWS, 1, whole(2, 2), meta(3, 4, 8)), (ROWS, 3, whole(4), ROWS)],
+    "index_add_": [
+        (ROWS, 1, whole(4), meta(3, 5, 8)),
+        (ROWS, 1, whole(2, 2), meta(3, 4, 8)),
+        (ROWS, 3, whole(4), ROWS),
+    ],
     "scatter_.src": [
         (ROWS, 1, whole(3, 4, 8), meta(3, 4, 7)),
         (ROWS, 1, whole(4, 4, 8), meta(4, 4, 8)),
