@@ -16,7 +16,7 @@ from memsize.analysis.findings.evidence import (
     Evidence as Evidence,
     find_crossover as find_crossover,
 )
-from memsize.analysis.findings.program import RANK_RULES as RANK_RULES
+from memsize.analysis.findings.ranks import RANK_RULES as RANK_RULES
 from memsize.analysis.findings.unfinished_runs import lagging as lagging, out_of_memory as out_of_memory
 
 LAYOUT_RULES, PROGRAM_RULES, SWEEP_RULES = layout.RULES, program.RULES, sweep.RULES

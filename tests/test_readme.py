@@ -39,7 +39,7 @@ from tests.fits import fit
 from tests.models import DEFAULT, SCENARIOS, Toy
 from tests.process import Session
 from tests.records import COLUMNS
-from tests.rules import generation, program, report_rules
+from tests.rules import RANK_RULES, generation, program, report_rules
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -313,7 +313,7 @@ def test_every_finding_is_documented() -> None:
         *program.RULES.codes,
         *sentences.codes("analysis/findings/after_steps"),
     ]
-    assert quoted(rows("run_gpus.md", "Findings"), 0) == [*program.RANK_RULES.codes]
+    assert quoted(rows("run_gpus.md", "Findings"), 0) == [*RANK_RULES.codes]
     assert quoted(rows("explain.md", "Findings"), 0) == sentences.codes("analysis/explain/explanation")
     page = text_of(DOCS / "findings.md")
     # A page that says "in this order" means it.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Final
 
-from memsize.analysis.findings.program import RANK_RULES
+from memsize.analysis.findings.ranks import RANK_RULES
 from memsize.analysis.program import run_program, virtual_gpu
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.processes.rank_processes import opened
