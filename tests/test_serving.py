@@ -326,14 +326,14 @@ def test_what_makes_room_for_a_request(config: Callable[..., str]) -> None:
     rows = {row.name: row for row in found.remedied.rows}
     assert set(rows) == {"2 cards", "fp8 KV cache", "RTX 4000 Ada", "smaller steps", "fp8 weights"} | {
         "int4 weights",
-        "more of the card",
+        "more of the GPU",
     }
     request = 6 * 10**7 // 16 * 16 * 2 * LAYER
     (row,) = found.ran
     assert found.remedied.peak == row.weights + row.profile + row.non_torch.high + request
     assert rows["fp8 KV cache"].saved == request // 2
     assert rows["2 cards"].outcome == rows["RTX 4000 Ada"].outcome == "fits"
-    assert rows["more of the card"].outcome == "saves"
+    assert rows["more of the GPU"].outcome == "saves"
     divided = memsize.serve(target, max_model_len=6 * 10**7, tensor_parallel_size=2, **options).ran[0]
     assert rows["2 cards"].peak == divided.weights + divided.profile + divided.non_torch.high + request // 2
     assert "any one of these makes room: " in str(found)

@@ -787,7 +787,7 @@ def test_a_share_of_the_card_is_a_bound() -> None:
 
 @pytest.mark.parametrize(
     ("gib", "sentence"),
-    [(1, "The allocator may take {} of the card."), (8, "T4 (the allocator may take {} of it)")],
+    [(1, "The allocator may take {} of the GPU."), (8, "T4 (the allocator may take {} of it)")],
 )
 def test_the_verdict_knows_the_share_that_the_script_takes(tmp_path: Path, gib: int, sentence: str) -> None:
     half = card("t4").bytes // 2

@@ -168,6 +168,6 @@ def _one_of(gpus: int, model: ModelRequest, report_progress: Callable[[str], Non
         from memsize.workloads.served_parts import divided
 
         if not (isinstance(model.model, str) and loaded.name.startswith("hf:")):
-            raise InputError("only a target such as hf:config.json can be divided among cards: its config says how")
+            raise InputError("only a target such as hf:config.json can be divided among GPUs: its config says how")
         entries = divided(loaded.model, gpus, loaded.name)
     return replace(model, arguments={**model.arguments, **entries})

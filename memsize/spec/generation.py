@@ -252,7 +252,7 @@ class Serving:
         check_fields(self)
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             part = f"{self.gpu_memory_utilization:g}"
-            raise InputError(f"gpu_memory_utilization is {part}: it is a part of the card's memory, such as 0.9")
+            raise InputError(f"gpu_memory_utilization is {part}: it is a part of the GPU's memory, such as 0.9")
         rules_of(self.server)
         if self._cache_bytes is not None and self._cache_bytes < 1:
             raise InputError("kv_cache_memory is the size of a cache, such as 40GiB")
@@ -323,7 +323,7 @@ class ServerArguments:
     @property
     def assumed(self) -> tuple[str, ...]:
         """Assumptions for the report: the rules of the release, and what it chose."""
-        chosen = f"{', '.join(self.defaults)}: the defaults of {self.rules.name} on this card"
+        chosen = f"{', '.join(self.defaults)}: the defaults of {self.rules.name} on this GPU"
         return (*([chosen] if self.defaults else []), *self.rules.assumed)
 
     @property

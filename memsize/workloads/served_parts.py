@@ -114,16 +114,16 @@ def divided(model: Any, tp: int, name: str) -> dict[str, object]:
     """
     config = getattr(model, "config", None)
     if config is None:
-        raise InputError(f"{name} has no config: without it memsize cannot divide it among cards")
+        raise InputError(f"{name} has no config: without it memsize cannot divide it among GPUs")
     entries = vars(config)
     missing = [entry for entry in ("num_attention_heads", "num_key_value_heads", "vocab_size") if entry not in entries]
     if missing or not (hasattr(config, "head_dim") or _reads_head_dim(model)):
         entry = (missing or ["head_dim"])[0]
-        raise InputError(f"{name} has no {entry} in its config: without it memsize cannot divide it among cards")
+        raise InputError(f"{name} has no {entry} in its config: without it memsize cannot divide it among GPUs")
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     _whole(heads, tp, "attention heads", name)
     if groups % tp and tp % groups:
-        raise InputError(f"{name} has {groups} heads of keys and values: {tp} cards can neither divide nor repeat them")
+        raise InputError(f"{name} has {groups} heads of keys and values: {tp} GPUs can neither divide nor repeat them")
     part: dict[str, object] = {
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "num_attention_heads": heads // tp,

@@ -267,7 +267,7 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
         return
     peak, allowed = run.peak, _allowed(run)
     template = brief = "It fits on {card}: {low} to {high} of {total} at the peak, in {where}."
-    template += " The allocator may take {allowed} of the card." if allowed else ""
+    template += " The allocator may take {allowed} of the GPU." if allowed else ""
     template += " Tensors hold {requested} at the peak"
     values = {"card": run.card.name, **peak_in_words(run), **sizes(requested=peak.requested), **allowed}
     largest = next((tensor for tensor in run.tensors if tensor.line and tensor.role != "workspace"), None)

@@ -206,7 +206,7 @@ class Server:
             crossed = getattr(config, "cross_attention_layers", None) or ()
             layers += [max(layers, key=lambda layer: layer.bytes)] * len(crossed)
         if self.serving.tensor_parallel_size > 1 and any(layer.states for layer in steps[1]):
-            raise InputError(f"{self.runner.name} keeps states as in Mamba: memsize does not divide those among cards")
+            raise InputError(f"{self.runner.name} keeps states as in Mamba: memsize does not divide those among GPUs")
         window = getattr(config, "sliding_window", None)
         rules = served.rules
         return block_layout(

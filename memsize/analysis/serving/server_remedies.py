@@ -102,7 +102,7 @@ _REMEDIES: Final = (
     _stored_as("int4-weight", "int4"),
     Remedy("fp8 KV cache", "--kv-cache-dtype fp8", "rounded keys and values", "numbers", _fp8_cache),
     Remedy(
-        "more of the card",
+        "more of the GPU",
         f"--gpu-memory-utilization {_UTILIZATION}",
         "less room for CUDA graphs and whatever else is on it",
         "nothing",
@@ -114,7 +114,7 @@ _REMEDIES: Final = (
 def _on_cards(cards: int) -> Remedy[ServedModel]:
     def apply(served: ServedModel) -> ServedModel:
         if served.serving.tensor_parallel_size > 1:
-            raise InputError("the model is divided among cards already")
+            raise InputError("the model is divided among GPUs already")
         runner = served.runner
         divided = replace(runner, model=part_of(runner.model, cards, runner.name))
         return replace(served, runner=divided, serving=replace(served.serving, tensor_parallel_size=cards))
