@@ -117,6 +117,35 @@ def test_findings_of_the_toy(toy: Report) -> None:
     assert "36.90 MB" in text
 
 
+class Tied(nn.Module):
+    """64 rows of 32 that are embedding and output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens))
+
+
+def test_a_quantization_that_parts_tied_weights_says_that_the_model_grows() -> None:
+    report = memsize.report(Tied(), "8:int64", scenarios="fp32,int8-weight")
+    (finding,) = (finding for finding in report.why() if finding.code == "quantization-unties")
+    # A byte for each weight, and for each row a scale in four bytes and a zero point in one.
+    copy = 64 * 32 + 64 * (4 + 1)
+    grown = figures(report, "int8-weight").parameter_bytes - figures(report, "fp32").parameter_bytes
+    assert finding.bytes == grown == copy
+    assert finding.text() == (
+        "int8-weight stores head.weight a second time, 2.31 KiB: embed.weight, to which it was tied, stays as it is."
+    )
+    own = Tied()
+    own.head.weight = nn.Parameter(own.embed.weight.detach().clone())
+    codes = [finding.code for finding in memsize.report(own, "8:int64", scenarios="fp32,int8-weight").why()]
+    assert "quantization-unties" not in codes
+
+
 def test_the_default_scenarios_leave_out_as_given_where_it_is_fp32() -> None:
     names = [r.name for r in memsize.report(models.Small(), (3, 32, 32), batch_size=2).scenario_results]
     assert names == ["fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", "int8-weight"]

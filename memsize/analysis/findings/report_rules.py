@@ -25,6 +25,26 @@ _LINES: Final = 3
 """How many of the lines that keep most are named."""
 
 
+@RULES.rule("quantization-unties", severity="warning")
+def quantization_unties(evidence: Evidence) -> Iterator[Finding]:
+    owners = {tensor.name: tensor.tied_to for tensor in evidence.parameters if tensor.tied_to is not None}
+    for name in evidence.skipped_layers:
+        tensors = {tensor.name: tensor for tensor in evidence.runs[name].tensors}
+        copies = [
+            tensor
+            for tied, owner in owners.items()
+            if (tensor := tensors.get(tied)) and tensor.parts and owner in tensors and not tensors[owner].parts
+        ]
+        if copies:
+            values: dict[str, object] = {"name": evidence.quantizing(name), "size": Bytes(bytes_of(copies))}
+            values |= {"copies": tuple(tensor.name for tensor in copies)}
+            values |= {"owners": tuple(dict.fromkeys(str(owners[tensor.name]) for tensor in copies))}
+            text = "{name} stores {copies} a second time, {size}: {owners}, to which it was tied, stays as it is."
+            yield Finding(
+                "quantization-unties", text, values, bytes=bytes_of(copies), layers=layers_of(copies), brief=text
+            )
+
+
 @RULES.rule("quantization-leaves-layers")
 def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
     for name, skipped in evidence.skipped_layers.items():
