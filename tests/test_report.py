@@ -140,6 +140,8 @@ def test_a_quantization_that_parts_tied_weights_says_that_the_model_grows() -> N
     assert finding.text() == (
         "int8-weight stores head.weight a second time, 2.31 KiB: embed.weight, to which it was tied, stays as it is."
     )
+    (leaves,) = (finding for finding in report.why() if finding.code == "quantization-leaves-layers")
+    assert "int8-weight stores head in 2.31 KiB and leaves" in leaves.text()
     own = Tied()
     own.head.weight = nn.Parameter(own.embed.weight.detach().clone())
     codes = [finding.code for finding in memsize.report(own, "8:int64", scenarios="fp32,int8-weight").why()]

@@ -63,7 +63,10 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
         values |= {"left": tuple(skipped), "reason": "; ".join(dict.fromkeys(skipped.values()))}
         values |= {"size": Bytes(size), "dtypes": stored_dtypes(unquantized)}
         brief = "{name} does not convert {left}: {size} stay in {dtypes}."
-        text = f"{brief} {{name}} shrinks {{done}} to {{small}} and leaves the others as they are ({{reason}})."
+        plain = {tensor.name for tensor in evidence.parameters if tensor.tied_to is None}
+        shrinks = any(tensor.kind == "packed" or tensor.name in plain for tensor in done)
+        text = "shrinks {done} to" if shrinks else "stores {done} in"
+        text = f"{brief} {{name}} {text} {{small}} and leaves the others as they are ({{reason}})."
         yield Finding("quantization-leaves-layers", text, values, bytes=size, layers=tuple(skipped), brief=brief)
 
 
