@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -762,3 +763,30 @@ def test_a_whole_step_in_inference_mode_is_followed_too() -> None:
     ]
     assert found[0] == found[1]
     assert not torch.is_inference_mode_enabled()
+
+
+def python_calls(run: Callable[[], object]) -> int:
+    """The calls of Python functions that `run` makes."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    run()  # what a process does once
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_work_of_a_step_grows_with_the_layers_and_no_faster() -> None:
+    def step(layers: int) -> Callable[[], object]:
+        net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+        return lambda: memsize.trace(net, (8,), optimizer="sgd", steps=1, whole=True)
+
+    few, more, most = (python_calls(step(layers)) for layers in (40, 80, 120))
+    # The third 40 layers take as many calls as the second 40; if the work grew by the square, 5 for each 3 of those.
+    assert most - more == pytest.approx(more - few, rel=0.05)
