@@ -107,7 +107,7 @@ def test_what_would_make_a_batch_fit(target: str) -> None:
         "offloaded cache",
         "prefill in chunks",
         "last logits only",
-        "2 cards",
+        "2 GPUs",
         "batch ÷4",
         "GeForce RTX 3050 Laptop 4GB",
     }

@@ -42,11 +42,28 @@ def test_a_preset_has_its_published_number_of_parameters(name: str, monkeypatch:
 
 def test_a_preset_names_its_source_and_date() -> None:
     for preset in PRESETS.values():
-        assert re.fullmatch(r"https://\S+(, its text encoders? from https://\S+)?", preset["source"])
+        assert re.fullmatch(r"https://\S+(, (its|the) [\w -]+ from https://\S+)?", preset["source"])
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", preset["date"])
         facts = {"_class_name"} if "parts" in preset else {"architectures", "model_type"}
         assert facts <= set(preset["config"])
     assert len(PRESETS) >= 60
+
+
+def test_a_model_and_those_made_of_it_may_take_contexts_of_other_lengths() -> None:
+    """By the models' cards, and litgpt's table of configs."""
+    contexts = {
+        "Qwen/Qwen2.5-7B": 131_072,
+        "Qwen/Qwen2.5-7B-Instruct": 32_768,
+        "Qwen/Qwen2.5-Coder-14B": 32_768,
+        "Qwen/Qwen3-30B-A3B": 40_960,
+        "Qwen/Qwen3-30B-A3B-Instruct-2507": 262_144,
+        "microsoft/phi-4": 16_384,
+        "microsoft/Phi-4-reasoning": 32_768,
+        "google/gemma-3-1b-pt": 32_768,
+    }
+    assert {name: presets()[name].config["max_position_embeddings"] for name in contexts} == contexts
+    base, instruct = (dict(presets()[name].config) for name in ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct"))
+    assert base == {**instruct, "max_position_embeddings": 131_072}
 
 
 def test_the_cache_of_a_token_is_what_transformers_keeps() -> None:

@@ -324,7 +324,7 @@ def test_what_makes_room_for_a_request(config: Callable[..., str]) -> None:
     found = memsize.serve(target, max_model_len=6 * 10**7, **options)
     assert found.remedied is not None
     rows = {row.name: row for row in found.remedied.rows}
-    assert set(rows) == {"2 cards", "fp8 KV cache", "RTX 4000 Ada", "smaller steps", "fp8 weights"} | {
+    assert set(rows) == {"2 GPUs", "fp8 KV cache", "RTX 4000 Ada", "smaller steps", "fp8 weights"} | {
         "int4 weights",
         "more of the GPU",
     }
@@ -332,10 +332,10 @@ def test_what_makes_room_for_a_request(config: Callable[..., str]) -> None:
     (row,) = found.ran
     assert found.remedied.peak == row.weights + row.profile + row.non_torch.high + request
     assert rows["fp8 KV cache"].saved == request // 2
-    assert rows["2 cards"].outcome == rows["RTX 4000 Ada"].outcome == "fits"
+    assert rows["2 GPUs"].outcome == rows["RTX 4000 Ada"].outcome == "fits"
     assert rows["more of the GPU"].outcome == "saves"
     divided = memsize.serve(target, max_model_len=6 * 10**7, tensor_parallel_size=2, **options).ran[0]
-    assert rows["2 cards"].peak == divided.weights + divided.profile + divided.non_torch.high + request // 2
+    assert rows["2 GPUs"].peak == divided.weights + divided.profile + divided.non_torch.high + request // 2
     assert "any one of these makes room: " in str(found)
     assert memsize.serve(target, max_model_len=100, **options).remedied is None
 
@@ -346,7 +346,7 @@ def test_a_step_is_run_once_for_one_model(config: Callable[..., str]) -> None:
     options: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "gpu": "t4", **PLAIN}
     found = memsize.serve(config(**SMALL), max_model_len=6 * 10**7, progress=said.append, **options)
     assert found.remedied is not None
-    assert said.count("as-given: a step of 64 tokens") == 3  # as asked, by 2 cards, on a larger card
+    assert said.count("as-given: a step of 64 tokens") == 3  # as asked, on 2 GPUs, on a larger GPU
     most = SMALL.get("max_position_embeddings", 2048)
     assert f"the model has positions for {most:,} tokens: vLLM refuses a longer context" in found.notes[0]
 

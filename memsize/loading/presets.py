@@ -1,8 +1,8 @@
 """The configs of the Hub's most used models, which ship with memsize: `presets.jsonl`, a line for each.
 
-A line has the Hub id, other ids with the same config, the published number of parameters, and the facts of the config
-that memory depends on, with their source and its date; for a pipeline of diffusers its index and the config of each
-part. Nothing here needs torch.
+A line has the Hub id, other ids with the entries of their configs that differ, the published number of parameters, and
+the facts of the config that memory depends on, with their source and its date; for a pipeline of diffusers its index
+and the config of each part. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +29,6 @@ class Preset:
     """A model of the Hub: its config, and its published number of `parameters` as people write it, ``8.03B``."""
 
     id: str
-    also: tuple[str, ...]
     parameters: str
     source: str
     date: str
@@ -68,10 +67,13 @@ class Preset:
 
 @cache
 def presets() -> Mapping[str, Preset]:
-    """All presets by their Hub ids, other ids with the same config included."""
-    lines = [json.loads(line) for line in _FILE.read_text(encoding="utf-8").splitlines()]
-    shipped = [Preset(**{**line, "also": tuple(line["also"])}) for line in lines]
-    return MappingProxyType({name: preset for preset in shipped for name in (preset.id, *preset.also)})
+    """All presets by their Hub ids, other ids with almost the same config included."""
+    shipped: dict[str, Preset] = {}
+    for line in map(json.loads, _FILE.read_text(encoding="utf-8").splitlines()):
+        others = line.pop("also")
+        shipped[line["id"]] = preset = Preset(**line)
+        shipped |= {name: replace(preset, config={**preset.config, **own}) for name, own in others.items()}
+    return MappingProxyType(shipped)
 
 
 def is_hub_id(text: str) -> bool:

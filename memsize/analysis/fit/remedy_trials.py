@@ -67,7 +67,7 @@ GENERATION_REMEDIES: Final = (
     remedy("last logits only", edited(keep_the_last_logits)),
     remedy("static cache", partial(_with_cache, cache="static")),
     remedy("offloaded cache", partial(_with_cache, cache="offloaded")),
-    remedy("2 cards", edited(Share(2))),
+    remedy("2 GPUs", edited(Share(2))),
 )
 """Remedies for a generation, in the order in which they are tried."""
 

@@ -119,8 +119,8 @@ def _on_cards(cards: int) -> Remedy[ServedModel]:
         divided = replace(runner, model=part_of(runner.model, cards, runner.name))
         return replace(served, runner=divided, serving=replace(served.serving, tensor_parallel_size=cards))
 
-    name, option = f"{cards} cards", f"--tensor-parallel-size {cards}"
-    return Remedy(name, option, f"{cards} cards in place of one", "hardware", apply)
+    name, option = f"{cards} GPUs", f"--tensor-parallel-size {cards}"
+    return Remedy(name, option, f"{cards} GPUs in place of one", "hardware", apply)
 
 
 def _on_gpu(card: Card) -> Remedy[ServedModel]:
