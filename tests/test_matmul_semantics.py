@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import ScalingType
 
 from tests.kernels import CUBLAS, CUBLASLT, cuda_semantics, kernel_copies, takes_cublaslt
 from tests.models import Ledger, Workspaces
@@ -176,13 +177,45 @@ def test_a_float8_product_takes_cublaslts_workspace(workspaces: Workspaces, expe
     assert [event.delta for event in ledger.events if abs(event.delta) in (64, 1024)] == expected
 
 
-def test_a_product_scaled_by_rows_is_cutlasss() -> None:
-    one, other = (torch.empty(16, 16, dtype=torch.float8_e4m3fn, device="meta") for _ in range(2))
-    by_row, by_column = meta((16, 1)), meta((1, 16))
+_ONE, _OTHER = (torch.empty(256, 256, dtype=torch.float8_e4m3fn, device="meta") for _ in range(2))
+_E8M0 = torch.float8_e8m0fnu
+SCALINGS: dict[str, tuple[Tensor, Tensor, ScalingType]] = {
+    "one scale": (meta(()), meta(()), ScalingType.TensorWise),
+    "rows": (meta((256, 1)), meta((1, 256)), ScalingType.RowWise),
+    "blocks of 128": (meta((2, 256)).t(), meta((2, 256)), ScalingType.BlockWise1x128),
+    # 256 / 32 = 8 scales for each row, in tiles of 128 × 4
+    "blocks of 32": (meta((256 * 8,), dtype=_E8M0), meta((256 * 8,), dtype=_E8M0), ScalingType.BlockWise1x32),
+}
+"""The scales of both matrices, and their recipe."""
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize(
+    ("capability", "release", "is_cutlass"),
+    [
+        ((8, 9), None, True),
+        ((9, 0), (2, 10), True),  # with CUDA 12.8; cuBLASLt takes such scales since 12.9
+        ((9, 0), None, False),
+        ((10, 0), None, True),
+    ],
+)
+def test_only_products_scaled_by_rows_are_cutlasss_but_on_hopper(
+    name: str, capability: tuple[int, int], release: tuple[int, int] | None, is_cutlass: bool
+) -> None:
+    scale, other_scale, recipe = SCALINGS[name]
     ledger = Ledger(workspaces=Workspaces(blas=1024, lt=64))
-    with ledger:
-        torch._scaled_mm(one, other.t(), by_row, by_column, out_dtype=torch.bfloat16)
-    assert [event.delta for event in ledger.events if abs(event.delta) in (64, 1024)] == []
+    with cuda_semantics(capability=capability, release=release), ledger:
+        torch._scaled_mm(_ONE, _OTHER.t(), scale, other_scale, out_dtype=torch.bfloat16)
+    taken = [] if name == "rows" and is_cutlass else [64, -64]
+    assert [event.delta for event in ledger.events if abs(event.delta) in (64, 1024)] == taken
+    args = (_ONE, _OTHER.t(), [scale], [recipe.value], [0], [other_scale], [recipe.value], [0], None)
+    with cuda_semantics(capability=capability, release=release):
+        assert takes_cublaslt(args, {}) is bool(taken)
+
+
+def test_an_empty_scaled_product_takes_no_workspace() -> None:
+    assert takes_cublaslt((_ONE, _OTHER[:0].t(), meta(()), meta(())), {}) is False
+    assert aten._scaled_mm_v2.default in CUBLASLT
 
 
 def test_products_in_place_make_a_handle_too() -> None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from memsize.kernels.registry import Copies, Temporary, copies_of, result_first, same_dtype, shape_rule, temporaries_of
+from memsize.kernels.semantics import current
 from memsize.kernels.strides import Shape, broadcast, is_dense
 from memsize.kernels.tensors import are_alike, are_plain, empty, like, strided
 from memsize.torch_internals.meta import is_meta
@@ -123,8 +124,12 @@ _ADDED = _overloads("addmm", "_addmm_activation", "baddbmm")
 _ADDED_IN_PLACE = _overloads("addmm_", "baddbmm_")
 _SUMMED = _overloads("addbmm", "addbmm_")
 _VECTORS = _overloads("mv", "addmv", "addmv_")
-CUBLASLT = frozenset(_overloads("addmm", "_addmm_activation", "_scaled_mm"))
+CUBLASLT = frozenset(_overloads("addmm", "_addmm_activation", "_scaled_mm", "_scaled_mm_v2"))
 """Ops that cuBLASLt may compute."""
+_BY_ROWS: Final = 1
+"""`ScalingType.RowWise` (ATen/BlasBackend.h)."""
+_HOPPER: Final = 9
+_CUDA_13_SINCE: Final = (2, 11)
 
 CUBLAS = frozenset((*_PRODUCTS, *_ADDED, *_ADDED_IN_PLACE, *_SUMMED, *_VECTORS, *_overloads("dot", "vdot")))
 """Ops that cuBLAS computes: a thread's first one makes a handle with a workspace."""
@@ -153,16 +158,38 @@ def _in_coordinates(*args: Any, **_: Any) -> Iterator[Temporary]:
 
 def takes_cublaslt(args: Any, kwargs: Any) -> bool:
     """Whether cuBLASLt computes an op of `CUBLASLT` in a workspace: it adds a bias, one number for each column, as it
-    goes, and multiplies float8 matrices that have one scale each (CUDABlas.cpp, `scaled_gemm`).
+    goes, and multiplies scaled float8 and float4 matrices (CUDABlas.cpp, `scaled_gemm`), other than by rows on most
+    GPUs.
 
     Known limits: from PyTorch 2.10 on it is not asked for a bias where the first matrix has a single row or column; by
-    2.12 it no longer has a workspace of its own. Scales by row are left to CUTLASS, as cuBLAS does before CUDA 12.9.
+    2.12 it no longer has a workspace of its own.
     """
-    if len(args) > 3 and isinstance(args[3], Tensor):  # scales; a product of another dtype has that dtype here
-        return bool(args[2].numel() == args[3].numel() == 1)
-    bias, other = args[0], args[2]
+    one, other, *more = args
+    if len(more) > 1 and isinstance(more[1], (Tensor, list)):  # scales; a product of another dtype has that dtype here
+        is_empty = not (one.numel() and other.numel())
+        return not is_empty and (_cublas_scales_rows() or not _is_scaled_by_rows(one, *more))
+    bias, other = one, more[0]
     is_bias = bias.dim() == 1 and bias.shape[0] == other.shape[1] and bias.is_contiguous() and not bias.is_complex()
     return is_bias and min(other.shape) > 1 and (kwargs or {}).get("beta", 1) == 1
+
+
+def _is_scaled_by_rows(one: Tensor, scales: Any, recipe: Any, *_: Any) -> bool:
+    """Whether each row of the first matrix has a float32 scale: `_scaled_mm_v2` names its recipe, `_scaled_mm` derives
+    it from the scales.
+    """
+    if isinstance(scales, list):
+        return bool(recipe[0] == _BY_ROWS)
+    return bool(scales.dtype is torch.float32 and scales.numel() > 1 and scales.shape == (one.shape[0], 1))
+
+
+def _cublas_scales_rows() -> bool:
+    """Whether cuBLASLt, not CUTLASS, multiplies matrices scaled by rows: on Hopper, since its release with CUDA 12.9
+    (cuda/ScaledBlas.cpp, `_scaled_rowwise_rowwise`). PyTorch on PyPI comes with CUDA 13.0 since 2.11.
+    """
+    semantics = current()
+    if semantics is None or semantics.capability[0] != _HOPPER:
+        return False
+    return semantics.release is None or semantics.release >= _CUDA_13_SINCE
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------
