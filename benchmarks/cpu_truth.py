@@ -5,7 +5,8 @@
 The real step makes CUDA's decisions wherever the CPU has kernels for them: autocast's casts, dropout's boolean mask,
 attention by the mathematical path. What the CPU does otherwise by design is in `BY_DESIGN` with its reason; everything
 else is to agree byte for byte. It is no measurement of a GPU: cuBLAS's and cuDNN's workspaces, and what CUDA's kernels
-allocate inside, are not seen; the products inside softmax's backward are left out of the prediction.
+allocate inside, are not seen; the products inside softmax's backward and the scratch memory of reductions are left out
+of the prediction.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from memsize.cuda.autocast import autocast_region
 from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.kernels import rules
 from memsize.kernels.cudnn.plans import Convolution, Plans
-from memsize.kernels.registry import TEMPORARIES
+from memsize.kernels.registry import REDUCTIONS, TEMPORARIES
 from memsize.loading.weightless import Weightless
 from memsize.model.input_tensors import inputs_from_specs
 from memsize.records.verification import Alignment, AllocationDifference
@@ -246,21 +247,24 @@ def _kernels_of_both(own: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _no_products() -> Iterator[None]:
-    """While open, softmax's backward takes nothing inside: a CPU's kernel forms its products one by one."""
+def _no_scratch() -> Iterator[None]:
+    """While open, kernels take nothing inside that a CPU's do not: it forms the products of softmax's backward one by
+    one, and no blocks of threads share a sum."""
     op = torch.ops.aten._softmax_backward_data.default
-    rules()  # fills the table
-    products = TEMPORARIES.pop(op)
+    rules()  # fills the tables
+    products, reductions = TEMPORARIES.pop(op), dict(REDUCTIONS)
+    REDUCTIONS.clear()
     try:
         yield
     finally:
         TEMPORARIES[op] = products
+        REDUCTIONS.update(reductions)
 
 
 def compare_on_cpu(run: Run) -> CpuComparison:
     """The run's step, real on the CPU, beside its prediction for a GPU without workspaces."""
     case = run.make()
-    with _kernels_of_both(run.own), _no_products(), EvenChoices(), StandIn(NO_WORKSPACES) as memory:
+    with _kernels_of_both(run.own), _no_scratch(), EvenChoices(), StandIn(NO_WORKSPACES) as memory:
         said = predict(case.trace(NO_WORKSPACES, NoPlans(STACK.capability)), NO_WORKSPACES)
         plan = case.plan(memory.device, track=False)
         with cuda_semantics(stands_for=("cpu",)):
