@@ -847,6 +847,48 @@ def test_a_snapshot_of_two_models_names_modules_and_lines(tmp_path: Path) -> Non
     assert lines == {"train.py:4": 2 * 256 * 256 * 4, "train.py:5": 3 * 256 * 256 * 4, None: 2 * 256 * 4}
 
 
+def test_a_graph_keeps_its_memory_to_itself() -> None:
+    size, reserved = 16 * MiB, lambda: torch.cuda.memory_reserved() // (16 * MiB)
+
+    def capture(pool: Any = None) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            (x + 1).add(1)  # two segments, which are free at the end of the capture
+        return graph
+
+    with gpu():
+        x = torch.zeros(size // 4, device="cuda")
+        assert reserved() == 1
+        graph = capture()
+        assert (reserved(), torch.cuda.memory_allocated()) == (3, size)
+        torch.cuda.empty_cache()
+        y = x + 1
+        assert reserved() == 4
+        capture(graph.pool())
+        assert reserved() == 4
+        capture()
+        assert reserved() == 6
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+            z = y + 1
+        del z
+        torch.cuda.empty_cache()
+        assert reserved() == 7
+
+
+def test_captures_share_a_workspace_of_their_stream() -> None:
+    with memsize.virtual_gpu("t4"):
+        x = torch.ones(4, 4, device="cuda")
+        allocated = [torch.cuda.memory_allocated()]
+        for _ in range(2):
+            x @ x
+            allocated.append(torch.cuda.memory_allocated())
+        for _ in range(2):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                x @ x
+            allocated.append(torch.cuda.memory_allocated())
+    assert allocated == [512 + workspaces * 8_519_680 for workspaces in (0, 1, 1, 2, 2)]
+
+
 def test_graphs_run_at_once_with_a_note() -> None:
     with gpu() as program:
         x, graph = torch.ones(4, 4, device="cuda"), torch.cuda.CUDAGraph()

@@ -7,8 +7,8 @@ runs out. Source: PyTorch's c10/cuda/CUDACachingAllocator.cpp (malloc, alloc_blo
 A block that other streams may still use when it is freed (`record_stream`) is deferred: it can be reused once the
 program has waited for them.
 
-Known limits: no CUDA graph pools, and `cudaMalloc` succeeds as long as the sum fits, as if physical memory never
-fragmented.
+Known limits: the pool of a CUDA graph that is gone is not given back, and `cudaMalloc` succeeds as long as the sum
+fits, as if physical memory never fragmented.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Final
 
 from memsize.device.allocator_config import BLOCK, SMALL, SMALL_SEGMENT, AllocatorConfig
 from memsize.device.pools import ADDRESS, SHIFT, ExpandablePool, LimitedPool, Memory, Pool
+from memsize.records.trace import PRIVATE_POOL
 
 SMALL_BLOCKS: Final = SMALL // BLOCK
 """The largest block of the small pools, in blocks of 512 B."""
@@ -126,10 +127,11 @@ class Allocator:
         return block
 
     def release(self) -> bool:
-        """Wait for other streams, then give back every segment that no block uses."""
+        """Wait for other streams, then give back every segment that no block uses, but for those of CUDA graphs."""
         self.free_deferred()
-        for pool in self.pools.values():
-            pool.release()
+        for (stream, _), pool in self.pools.items():
+            if stream < PRIVATE_POOL:
+                pool.release()
         return True
 
     @property
@@ -144,7 +146,7 @@ class Allocator:
         whole = [
             (pool.age(block), block, pool)
             for pool in self.pools.values()
-            if isinstance(pool, LimitedPool)
+            if isinstance(pool, LimitedPool) and pool.stream < PRIVATE_POOL
             for block in pool.whole()
         ]
         while excess > 0 and whole:

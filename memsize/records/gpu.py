@@ -9,6 +9,7 @@ from typing import Final, Literal, NamedTuple
 from memsize.records.codec import Size
 from memsize.records.fields import BYTES, COUNT, NAME, PATH, ROLE, TEXT, Fields, Label, field
 from memsize.records.roles import Role
+from memsize.records.trace import PRIVATE_POOL
 from memsize.records.world import CollectiveKind, Traffic
 
 DEFAULT_GPU: Final = "A100 40GB"
@@ -113,7 +114,11 @@ class StreamShare(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The stream's purpose if it is known (``default``, or its collectives), else its number (``stream 7``)."""
+        """The stream's purpose if it is known (``default``, its collectives, ``CUDA graphs`` with the number of their
+        pool), else its number (``stream 7``).
+        """
+        if self.stream >= PRIVATE_POOL:
+            return f"CUDA graphs {self.stream - PRIVATE_POOL or ''}".rstrip()
         named = ", ".join(self.collectives) if self.stream else "default"
         return named or f"stream {self.stream}"
 

@@ -149,7 +149,9 @@ OptionalLine = Annotated[int, Index("lines", optional=True)]
 
 
 PRIVATE_POOL: Final = 1 << 16
-"""Stands for a stream: the memory of CUDA graphs is reused among themselves only, like that of a stream."""
+"""From here on, streams stand for pools of CUDA graphs, whose memory is reused within a pool only. The first is that of
+compiled code.
+"""
 
 
 class Storage(NamedTuple):

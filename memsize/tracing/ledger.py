@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -49,6 +49,8 @@ class Workspaces(NamedTuple):
 
 
 NO_WORKSPACES = Workspaces()
+Handles: TypeAlias = dict[bool, tuple[int, int]]
+"""The workspaces that threads have, by whether they run a backward: the storage and its bytes."""
 _OWN_CONVOLUTION = "_slow_conv2d"
 """The op that takes cuBLAS's workspace for a convolution of PyTorch's own."""
 
@@ -69,9 +71,8 @@ class Ledger(StorageRecorder):
         self.layer_inside: Callable[[int, str], int] = lambda layer, path: layer
         """The layer of the module at a path below that of another layer."""
         self._compiled_in = -1
-        self._handles: dict[bool, tuple[int, int]] = {}
-        """The workspaces that threads have, by whether they run a backward: the storage and its bytes."""
-        self._lt_handles: dict[bool, tuple[int, int]] = {}
+        self._handles: Handles = {}
+        self._lt_handles: Handles = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and has_own_dispatch(types):
@@ -152,7 +153,7 @@ class Ledger(StorageRecorder):
         elif size := lt or blas:
             self._keep_workspace(self._lt_handles if lt else self._handles, size, op)
 
-    def _keep_workspace(self, threads: dict[bool, tuple[int, int]], size: int, op: str) -> None:
+    def _keep_workspace(self, threads: Handles, size: int, op: str) -> None:
         """A thread's first matrix product creates a handle, whose workspace is kept from then on."""
         if self.clock.backward not in threads:
             threads[self.clock.backward] = self._open("workspace", size, op, torch.uint8, (size,)), size
@@ -164,14 +165,16 @@ class Ledger(StorageRecorder):
             handles.clear()
 
     @contextmanager
-    def workspaces_apart(self) -> Iterator[None]:
-        """While open, matrix products take workspaces anew; these are freed at the end."""
+    def workspaces_apart(self, apart: tuple[Handles, Handles] | None = None) -> Iterator[None]:
+        """While open, matrix products take the workspaces `apart`, which stay, or new ones, which are freed at the
+        end."""
         before = self._handles, self._lt_handles
-        self._handles, self._lt_handles = {}, {}
+        self._handles, self._lt_handles = apart or ({}, {})
         try:
             yield
         finally:
-            self.free_workspaces()
+            if apart is None:
+                self.free_workspaces()
             self._handles, self._lt_handles = before
 
     def _open_copies(self, op: OpFacts, args: Any, kwargs: Any) -> list[tuple[int, int]]:

@@ -94,7 +94,8 @@ class StorageRecorder(MetaDispatchMode):
         """The stream of each storage that is not on the default one, or `PRIVATE_POOL`."""
         self.emptied: list[int] = []
         """The events before which all that the allocator cached is given back."""
-        self._in_pool = False
+        self._pool = 0
+        """The private pool in use, as a stream; 0 for none."""
 
     def _mark_read(self, args: Iterable[Any]) -> None:
         for item in args:
@@ -138,17 +139,17 @@ class StorageRecorder(MetaDispatchMode):
 
     def _note_stream(self, index: int) -> None:
         """A storage gets its memory from the private pool while that is in use."""
-        if self._in_pool:
-            self.streams[index] = PRIVATE_POOL
+        if self._pool:
+            self.streams[index] = self._pool
 
     @contextmanager
-    def private_pool(self) -> Iterator[None]:
-        """Take memory from the pool of CUDA graphs while open."""
-        before, self._in_pool = self._in_pool, True
+    def private_pool(self, number: int = 0) -> Iterator[None]:
+        """Take memory from a pool of CUDA graphs while open: that of compiled code, or another by its `number`."""
+        before, self._pool = self._pool, PRIVATE_POOL + number
         try:
             yield
         finally:
-            self._in_pool = before
+            self._pool = before
 
     def is_pooled(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of `tensor` is of the private pool."""

@@ -1,8 +1,8 @@
 """Launches that a virtual GPU leaves out: CUDA graphs, which run eagerly instead, and kernels outside of PyTorch.
 
-Code inside a capture runs at once, and allocates from the ordinary memory pool. A kernel of Triton or of bitsandbytes'
-native library, or of DeepSpeed's optimizers, writes into existing tensors, so nothing is allocated; known values of
-its arguments become unknown.
+Code inside a capture runs at once, and allocates from the graph's own memory pool. A kernel of Triton or of
+bitsandbytes' native library, or of DeepSpeed's optimizers, writes into existing tensors, so nothing is allocated; known
+values of its arguments become unknown.
 Scratch memory of a kernel (`triton.set_allocator`) is not counted.
 
 Source: torch/cuda/graphs.py and memory.py; DeepSpeed 0.19, `op_builder/builder.py` (`load`) and `ops/adam/`.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
@@ -21,24 +21,37 @@ import torch
 from memsize.processes.patches import LatePatches, Patch, wrapping
 from memsize.records.finding import join_names
 from memsize.tracing.dispatch import left_out
+from memsize.tracing.ledger import Handles
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
-_EAGER = "CUDA graphs are not captured: their code runs once, and a graph's private memory is not counted"
-_numbers = itertools.count(1)
+_EAGER = "CUDA graphs are not captured: their code runs once, in a memory pool that is never given back"
 
 
-def replacements(note: Callable[[str], None]) -> Iterator[Patch]:
-    """Patch the classes and functions for CUDA graphs and memory pools; `note` is called when a graph is captured."""
+def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
+    """Patch the classes and functions for CUDA graphs and memory pools. A note is left when a graph is captured."""
     cuda: Any = torch.cuda
+    numbers = itertools.count(1)
+    workspaces: tuple[Handles, Handles] = {}, {}
+    """Those of the stream on which all graphs are captured (`graph.default_capture_stream`)."""
+
+    def handle() -> tuple[int, int]:
+        return 0, next(numbers)
 
     class CUDAGraph:
         """A graph whose capture is an ordinary run, and whose replay does nothing: its outputs are there."""
 
         def __init__(self, keep_graph: bool = False) -> None:
-            self._pool = _handle()
+            self._pool = handle()
+            self._capture = ExitStack()
 
-        def capture_begin(self, *args: Any, **options: Any) -> None:
-            note(_EAGER)
+        def capture_begin(self, pool: Any = None, *args: Any, **options: Any) -> None:
+            ledger.evaluator.notes.setdefault(_EAGER)
+            self._pool = pool or self._pool
+            self._capture.enter_context(ledger.private_pool(self._pool[1]))
+            self._capture.enter_context(ledger.workspaces_apart(workspaces))
+
+        def capture_end(self) -> None:
+            self._capture.close()
 
         def pool(self) -> Any:
             return self._pool
@@ -46,13 +59,13 @@ def replacements(note: Callable[[str], None]) -> Iterator[Patch]:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
-            return lambda *args, **kwargs: None  # capture_end, instantiate, replay, reset, debug_dump …
+            return lambda *args, **kwargs: None  # instantiate, replay, reset, debug_dump …
 
     class MemPool:
-        """A pool that takes nothing for itself."""
+        """A pool from which tensors are allocated where `use_mem_pool` says so."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.id = _handle()
+            self.id = handle()
 
         def use_count(self) -> int:
             return 1
@@ -62,14 +75,10 @@ def replacements(note: Callable[[str], None]) -> Iterator[Patch]:
 
     for owner in (cuda, cuda.graphs):
         yield owner, "CUDAGraph", CUDAGraph
-        yield owner, "graph_pool_handle", _handle
+        yield owner, "graph_pool_handle", handle
     for owner in (cuda, cuda.memory):
         yield owner, "MemPool", MemPool
-        yield owner, "use_mem_pool", lambda pool, device=None: nullcontext()
-
-
-def _handle() -> tuple[int, int]:
-    return 0, next(_numbers)
+        yield owner, "use_mem_pool", lambda pool, device=None: ledger.private_pool(pool.id[1])
 
 
 # -- triton kernels --------------------------------------------------------------------------------------------------

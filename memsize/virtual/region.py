@@ -155,7 +155,7 @@ def _forget_answers() -> None:
 
 def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: RankConnection | None) -> Iterator[Patch]:
     yield from _saved_by_checkpointing(ledger)
-    yield from launches.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
+    yield from launches.replacements(ledger)
     yield from torchscript.replacements()
     yield from nested_tensors.replacements()
     yield from queries.replacements(driver)

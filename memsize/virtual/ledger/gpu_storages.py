@@ -31,7 +31,6 @@ from memsize.processes.user_code import Lines, variables
 from memsize.records.aggregates import split_phase
 from memsize.records.roles import Role
 from memsize.records.timeline import AROUND
-from memsize.records.trace import PRIVATE_POOL
 from memsize.records.world import Collective, CollectiveKind
 from memsize.torch_internals.meta import is_meta
 from memsize.tracing.ledger import Ledger, Workspaces
@@ -326,7 +325,7 @@ class GpuStorages(Ledger):
 
     def _note_stream(self, index: int) -> None:
         """A storage gets its memory from the stream that this thread works on."""
-        if stream := PRIVATE_POOL if self._in_pool else self.current_stream():
+        if stream := self._pool or self.current_stream():
             self.streams[index] = stream
         else:
             self.streams.pop(index, None)
