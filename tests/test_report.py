@@ -12,7 +12,7 @@ from torch import nn
 
 import memsize
 from benchmarks.resnet import ResNet50
-from memsize import Report
+from memsize import Finding, Report
 from memsize.render import render
 from tests import models
 from tests.records import ScenarioResult, Totals
@@ -146,6 +146,31 @@ def test_a_quantization_that_parts_tied_weights_says_that_the_model_grows() -> N
     own.head.weight = nn.Parameter(own.embed.weight.detach().clone())
     codes = [finding.code for finding in memsize.report(own, "8:int64", scenarios="fp32,int8-weight").why()]
     assert "quantization-unties" not in codes
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_a_report_says_why_a_gpu_keeps_the_scores_of_bfloat16() -> None:
+    def unfused(gpu: str | None) -> list[Finding]:
+        report = memsize.report(Attention(), (128, 64), batch_size=2, gpu=gpu, train="sgd", scenarios="fp16,bf16")
+        return [finding for finding in report.why() if finding.code == "unfused-attention"]
+
+    (finding,) = unfused("t4")
+    # 4 heads of 128 × 128 for each of two samples, which PyTorch computes in float32.
+    assert finding.bytes == 2 * 4 * 128 * 128 * 4
+    assert finding.text() == (
+        "bf16 keeps 0.50 MiB of attention scores for backward: no fused kernel supports bfloat16 on this GPU; "
+        "float16 has one."
+    )
+    assert not unfused("a100") and not unfused(None)
 
 
 def test_the_default_scenarios_leave_out_as_given_where_it_is_fp32() -> None:

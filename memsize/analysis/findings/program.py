@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
+from memsize.analysis.findings.precision import no_fused_kernel
 from memsize.analysis.findings.unfinished_runs import lagging
 from memsize.device.allocator_config import config_of
 from memsize.known_values.data_dependent import UNCOMPILED
@@ -106,28 +107,26 @@ _PURPOSES: Final = {
     "_log_softmax": "the log-probabilities of the loss",
     "_log_softmax_backward_data": "the gradient of the logits",
     "nll_loss_backward": "the gradient of the log-probabilities",
-    "_safe_softmax": "attention scores, since no fused kernel supports this call",
     "_softmax": "the result of a softmax",
     "_softmax_backward_data": "the gradient of a softmax",
 }
-"""What an op allocates that its name does not tell; the scores of attention by PyTorch's mathematical path, which alone
-calls `_safe_softmax` (aten/src/ATen/native/transformers/attention.cpp)."""
+"""What an op allocates that its name does not tell."""
 
 
 def request_in_words(run: ProgramRun, request: Refused) -> dict[str, object]:
     """The values of a sentence on a request that the card refused."""
     line, where = request.line or "a line of PyTorch's own", moment_in_words(request.phase, request.layer)
     purpose = _PURPOSES.get(request.op, "")
-    if request.op == "_safe_softmax" and run.card.capability < (8, 0) and _holds(run, request.layer, "bfloat16"):
-        purpose = "attention scores, since no fused kernel supports bfloat16 on this GPU"
+    if request.op == "_safe_softmax":
+        purpose = f"attention scores, since {no_fused_kernel(run.card.capability, _dtypes_of(run, request.layer))}"
     op = f"{request.op} ({purpose})" if purpose else request.op
     return {"line": line, "where": where, "op": op} | sizes(bytes=request.bytes, free=request.free)
 
 
-def _holds(run: ProgramRun, path: str | None, dtype: str) -> bool:
-    """Whether a layer's tensors have a dtype."""
-    layers = [number for number, layer in enumerate(run.trace.layers) if layer.path == path]
-    return any(storage.dtype == dtype for storage in run.trace.storages if storage.layer in layers)
+def _dtypes_of(run: ProgramRun, path: str | None) -> set[str]:
+    """The dtypes of a layer's tensors."""
+    layers = {number for number, layer in enumerate(run.trace.layers) if layer.path == path}
+    return {storage.dtype for storage in run.trace.storages if storage.layer in layers}
 
 
 def peak_in_words(run: ProgramRun) -> dict[str, object]:
