@@ -235,3 +235,8 @@ def test_speech_is_no_context_to_vary(tmp_path: Path) -> None:
         fit(f"hf:{path}", vary="context", batch_size=2)
     (row,) = fit(f"hf:{path}").fit_rows
     assert row.status == "found"
+    report = memsize.generate(f"hf:{path}", max_new_tokens=NEW, scenarios="as-given")
+    assert [(row.prompt, row.new) for row in report.generation_rows] == [(1, NEW)]
+    assert any("the decoder begins with one token" in note for note in report.notes)
+    with pytest.raises(InputError, match="lengths of a prompt cannot be compared"):
+        memsize.generate(f"hf:{path}", prompt="4,8", scenarios="as-given")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from memsize.records.report import Report
     from memsize.records.serving import ServingReport
 
+_ONE_TOKEN: Final = "its input has a size of its own, whatever the prompt: the decoder begins with one token"
 _OF_TOKENS: Final = ("prompt", "assistant_model", "prompt_lookup_num_tokens", "step")
 
 
@@ -52,7 +53,7 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
         from memsize.analysis.generation.generation_rows import GenerationRequest, report_generation
         from memsize.analysis.runner import Runner
         from memsize.loading import load_loop
-        from memsize.workloads.generation import generate_of
+        from memsize.workloads.generation import generate_of, have_own_length
         from memsize.workloads.pipeline_phases import phases_of
 
         if phases_of(loaded.model):
@@ -60,7 +61,12 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
         if request.step is None:  # before a prompt is made, which a model of images has not either
             generate_of(loaded.model, loaded.name)
         prompts = prompts_of(model, loaded)
-        inputs = prompts(lengths[0])
+        inputs, notes = prompts(lengths[0]), loaded.notes
+        if request.step is None and have_own_length(prompts, lengths[0]):
+            if len(lengths) > 1:
+                raise InputError(f"{loaded.name} reads an input of one size: lengths of a prompt cannot be compared")
+            generations = [replace(generations[0], prompt=1)]
+            notes = (*notes, _ONE_TOKEN)
         runner = Runner(
             loaded.name, loaded.model, inputs, training=False, gpu=where, stack=gpu.releases, whole=model.whole
         )
@@ -71,7 +77,7 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
             runner,
             prompts,
             search,
-            notes=loaded.notes,
+            notes=notes,
             progress=report_progress,
             remedies=lambda rows, generators: remedies_for_generations(
                 runner, prompts, search, progress=report_progress, rows=rows, generators=generators

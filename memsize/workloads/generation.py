@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from torch import nn
 
 from memsize.errors import InputError
 from memsize.known_values.values import MAX_INTEGER_ELEMENTS, set_constant, set_filled
+from memsize.loading.hubs import quiet
 from memsize.model.input_tensors import ModelInputs, input_tensors, resized_call
 from memsize.processes.patches import Patches, assigned, wrapping
 from memsize.records.trace import Trace
@@ -112,6 +114,7 @@ class GenerationSteps(Workload):
                 steps.counted(),
                 _without_end(setup.model, partial(never_right, self.generation.draft, steps.propose)),
                 offloading_watched(run.ledger) if self.generation.is_offloaded else nullcontext(),
+                nullcontext() if self.loop else quiet(logging.WARNING),  # about lengths that the model's config has
             ):
                 run.result = generate(*args, **kwargs, **arguments)
         if not steps.begun:
@@ -151,6 +154,15 @@ def prompts_of(request: ModelRequest, inputs: Callable[[ModelRequest], ModelInpu
         return replace(original, make=lambda batch: resized_call(original.make(batch), dimensions, length))
 
     return prompt
+
+
+def have_own_length(prompts: Prompts, length: int) -> bool:
+    """Whether prompts of this length and of another are the same input, such as a spectrogram, but for what `generate`
+    makes of them itself.
+    """
+    calls = [prompts(tokens).call(1) for tokens in (length, length - 1 or 2)]
+    one, other = ([(t.name, t.spec) for t in input_tensors(call) if t.name not in _MADE] for call in calls)
+    return one == other
 
 
 def _padded(setup: Setup) -> Setup:

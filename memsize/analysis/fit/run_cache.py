@@ -33,7 +33,7 @@ from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.training import Training
 from memsize.spec.vary import Vary
 from memsize.torch_internals.isolation import forget_run
-from memsize.workloads.generation import Prompts, positions
+from memsize.workloads.generation import Prompts, have_own_length, positions
 from memsize.workloads.parallel import steps_on
 
 
@@ -348,7 +348,7 @@ class GenerationRunCache(RunCache):
     ) -> None:
         inputs = replace(prompts(generation.prompt), batch_size=batch)
         super().__init__(name, model, inputs, training=False, vary=vary, progress=progress, stack=stack, whole=whole)
-        if vary.context and input_tensors(prompts(generation.prompt + 1).call(batch)) == self.inputs:
+        if vary.context and have_own_length(prompts, generation.prompt):
             raise InputError(f"{name} reads an input of one length, whatever the prompt: its context does not vary")
         self.generation = generation
         self._prompts = prompts
