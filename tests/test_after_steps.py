@@ -264,3 +264,46 @@ def test_checkpointing_that_is_on_and_recomputes_nothing_is_named(
 def test_a_tensor_on_another_ranks_gpu_is_a_finding(tmp_path: Path) -> None:
     with pytest.raises(memsize.ForwardError, match=r"Rank 3 puts a tensor on cuda:0, the GPU of another rank"):
         ran(tmp_path, "import torch\ntorch.zeros(9, device='cuda:0')", gpus=8, rank=3)
+
+
+UNCHOSEN = """
+import os, torch
+{}
+torch.distributed.init_process_group("nccl")
+{}
+weight = torch.ones(256, 256).cuda().requires_grad_()
+(weight @ torch.ones(256, 256, device="cuda")).sum().backward()
+torch.optim.SGD([weight], 0.1).step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("torch.cuda.set_device(int(os.environ['LOCAL_RANK']))", ""),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']", ""),
+        ("", "torch.accelerator.set_device_index(torch.distributed.get_rank())"),
+        ("", "torch.distributed.device_mesh.init_device_mesh('cuda', (4,))"),  # which chooses by LOCAL_RANK
+    ],
+)
+def test_a_rank_that_chooses_its_gpu_is_on_it(tmp_path: Path, before: str, after: str) -> None:
+    for rank in (0, 3):
+        run = ran(tmp_path, UNCHOSEN.format(before, after), gpus=4, rank=rank)
+        assert run.steps == 1 and not sentence(run, "run-shares-gpu")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ""),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '0,1,2,3'", ""),
+        # A mesh respects a context that is there already, whichever GPU it is on.
+        ("torch.ones(1).cuda()", "torch.distributed.device_mesh.init_device_mesh('cuda', (4,))"),
+    ],
+)
+def test_ranks_that_choose_no_gpu_share_the_first(tmp_path: Path, before: str, after: str) -> None:
+    run = ran(tmp_path, UNCHOSEN.format(before, after), gpus=4)
+    (shared,) = (finding for finding in run.findings if finding.code == "run-shares-gpu")
+    assert shared.bytes == 4 * run.peak.device.high and "all 4 ranks put their tensors on cuda:0" in shared.text()
+    with pytest.raises(memsize.ForwardError, match="Rank 3 puts a tensor on cuda:0, the GPU of another rank"):
+        ran(tmp_path, UNCHOSEN.format(before, after), gpus=4, rank=3)

@@ -260,6 +260,7 @@ import torch.distributed as dist
 
 dist.init_process_group("nccl")
 rank, width = dist.get_rank(), [32]
+torch.cuda.set_device(rank)
 if rank > 0:
     dist.recv_object_list(width, src=rank - 1)
 elif len(sys.argv) > 1:
@@ -341,7 +342,7 @@ def test_numbers_that_nobody_sends_stay_as_they_are(tmp_path: Path, monkeypatch:
     script.write_text(
         "import torch\nimport torch.distributed as dist\ndist.init_process_group()\n"
         "size = torch.tensor([dist.get_rank() + 7])\ndist.broadcast(size, 0)\n"
-        "assert size.item() == dist.get_rank() + 7\ntorch.ones(3, device='cuda')\n"
+        "assert size.item() == dist.get_rank() + 7\ntorch.ones(3).cuda(dist.get_rank())\n"
     )
     first, second = (memsize.run(script, gpus=2, rank=rank, gpu="t4", steps=0) for rank in range(2))
     told = "numbers that another rank broadcasts to this one stay as they are here"
@@ -372,7 +373,7 @@ dist.broadcast_object_list(width, src=2, group=pair)
 dist.broadcast_object_list([8] if rank == 2 else plan, src=2)
 dist.scatter_object_list(plan, ["one", "two"] if rank == 1 else None, group=pair, group_src=0)
 assert plan == [["one", "two"][rank - 1] if rank else 8], plan
-weight = torch.ones((width[0] or plan[0]) * share[0], device="cuda", requires_grad=True)
+weight = torch.ones((width[0] or plan[0]) * share[0], device=f"cuda:{rank}", requires_grad=True)
 weight.sum().backward()
 torch.optim.SGD([weight]).step()
 """
@@ -393,6 +394,7 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group()
+torch.cuda.set_device(dist.get_rank())
 model = torch.nn.Linear(512, 512).cuda()
 whole = model.weight.detach().clone()
 if dist.get_rank() == 0:
@@ -514,6 +516,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group("cpu:gloo,cuda:nccl")
+torch.cuda.set_device(dist.get_rank())
 model = torch.nn.Linear(64, 9, bias=False, device="cuda")
 fully_shard(model)
 optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -600,11 +603,11 @@ def test_options_of_nccl_are_taken_by_builds_without_it() -> None:
 def test_a_group_is_split_and_its_work_is_over() -> None:
     """Rank 2 of 4 is the first of its half; whoever is in no part has no group."""
     with memsize.virtual_gpu("t4", world=World(4, 2)):
-        dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
+        dist.init_process_group("nccl", device_id=torch.device("cuda:2"))
         half: Any = dist.split_group(dist.group.WORLD, [[0, 1], [2, 3]])
         assert dist.get_process_group_ranks(half) == [2, 3] and half.rank() == 0
         assert dist.split_group(half, [[1]]) is None
-        work: Any = dist.all_reduce(torch.ones(3, device="cuda"), group=half, async_op=True)
+        work: Any = dist.all_reduce(torch.ones(3, device="cuda:2"), group=half, async_op=True)
         assert work.wait(timedelta(seconds=3)) and work.wait()
 
 
@@ -614,7 +617,7 @@ def test_a_backend_sends_nothing_from_a_device_that_it_does_not_know() -> None:
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             dist.all_reduce(torch.ones(3))
         dist.all_reduce(torch.ones(3), group=dist.new_group(backend="gloo"))
-        dist.all_reduce(torch.ones(2**20, device="cuda").cpu(), group=dist.new_group(backend="cpu:gloo,cuda:nccl"))
+        dist.all_reduce(torch.ones(2**20, device="cuda:2").cpu(), group=dist.new_group(backend="cpu:gloo,cuda:nccl"))
         dist.destroy_process_group()
         dist.init_process_group()
         dist.all_reduce(torch.ones(3))

@@ -257,6 +257,7 @@ def test_what_is_held_on_a_gpu_is_asked_by_its_number(ask: Callable[[Any], Any])
         with pytest.raises(RuntimeError, match=r"^Invalid device argument 1: did you call init\?$"):
             ask("cuda:1")
     with gpu(world=memsize.World(2, rank=1)):
+        torch.cuda.set_device(1)
         kept = torch.ones(1024, device="cuda")
         ask(0)
         torch.cuda.reset_peak_memory_stats(0)

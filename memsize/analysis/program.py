@@ -151,6 +151,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         kept_gradients=_kept_gradients(trace, program.steps.zeroed),
         waits=program.waits.line,
         unused_checkpointing=program.unused_checkpointing,
+        shares_first_gpu=program.ledger.devices.shares_first,
         unwritten=(*program.files.remarks, *program.processes.failures),
         children=tuple(ChildRun(**result) for result in program.processes.results),
         after=program.after.record(trace, failing_line),

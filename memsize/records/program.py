@@ -243,6 +243,8 @@ class ProgramRun(Answer):
     whole: WholeSteps | None = None
     unused_checkpointing: str | None = None
     """The line or the attribute that switches activation checkpointing on, where nothing was recomputed."""
+    shares_first_gpu: bool = False
+    """Whether this is one of several ranks that choose no GPU, so that all put their tensors on cuda:0."""
     findings: tuple[Finding, ...] = attribute(default=())
 
     @property

@@ -1,6 +1,7 @@
 """The GPU of a process, and the device of each tensor: a GPU, the host, or the program's own ``meta``.
 
-A process has the first GPU, unless it is one of several processes. One process may also drive all GPUs, as
+A process has the first GPU, unless it is one of several processes, each of which has one of its own. ``device="cuda"``
+means cuda:0 in all of them until they choose another, as in CUDA. One process may also drive all GPUs, as
 `nn.DataParallel` does. Then the memory of one GPU is recorded; of a tensor on another GPU only the number of that GPU
 is noted. A large copy of a GPU's tensor on the host is a stand-in without values too: programs may ask for its memory.
 
@@ -12,9 +13,11 @@ meets one on the GPU after all, PyTorch made it, and it counts as on the GPU fro
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -35,16 +38,27 @@ _aten = torch.ops.aten
 _BETWEEN: Final = frozenset((_aten.copy_.default, _aten._to_copy.default, _aten._foreach_copy_.default))
 """What takes tensors of several GPUs."""
 _CPU: Final = torch.device("cpu")
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 class DeviceAssignment(Gpus):
-    """GPU `index` of `count`, whose memory is recorded: by default that of its number on the own machine of `world`."""
+    """GPU `index` of `count`, whose memory is recorded: by default that of its number on the own machine of `world`.
 
-    def __init__(self, world: World | None = None) -> None:
+    `default` is the GPU of threads that choose none. `is_initialized` tells whether the process has a CUDA context.
+    """
+
+    def __init__(self, world: World | None = None, default: int = 0) -> None:
         world = world or World()
         self.index = world.local_rank
         self.count = world.local_size
         self.drives_all = world.one_process
+        self.default = default
+        self.is_initialized = False
+        self._choosing: set[int] = set()
+        """The threads that called `torch.cuda.set_device`, by their numbers."""
+        self._by_default: set[int] = set()
+        """Those that put a tensor on the GPU without having chosen one."""
+        self._visible = os.environ.get(_VISIBLE)
         self._device = torch.device("cuda", self.index)
         self._thread = threading.local()
         self._elsewhere: dict[int, int] = {}
@@ -52,9 +66,19 @@ class DeviceAssignment(Gpus):
 
     @property
     def current(self) -> int:
-        """The GPU that this thread has chosen: at first the process's own, or the first of all."""
-        number: int = getattr(self._thread, "current", 0 if self.drives_all else self.index)
-        return number
+        """The GPU that this thread has chosen: at first cuda:0, or the only one that the program left visible."""
+        chosen: int | None = getattr(self._thread, "current", None)
+        return self._own(self.default if chosen is None else chosen)
+
+    def _own(self, number: int) -> int:
+        """The GPU of a number in the program: one that lets itself see a single GPU calls its own cuda:0."""
+        return self.index if number == 0 and self._sees_one else number
+
+    @property
+    def _sees_one(self) -> bool:
+        """Whether the program has hidden the GPUs of the other processes from itself."""
+        visible = os.environ.get(_VISIBLE, "")
+        return not self.drives_all and visible not in ("", self._visible) and "," not in visible
 
     @property
     def device(self) -> torch.device:
@@ -63,20 +87,56 @@ class DeviceAssignment(Gpus):
 
     def choose(self, number: int) -> int:
         """Let this thread work on GPU `number` (below 0: where it is); returns the GPU that it worked on before."""
-        self.check_index(number)
+        self._check_count(number)
         before = self.current
         if number >= 0:
-            self._thread.current = number
+            self._thread.current = self._own(number)
+            self.initialize()
         return before
 
+    @contextmanager
+    def on_own(self) -> Iterator[None]:
+        """While open, this thread works on the GPU of the process, whichever it has chosen."""
+        chosen = vars(self._thread).copy()
+        self._thread.current = self.index
+        try:
+            yield
+        finally:
+            vars(self._thread).clear()
+            vars(self._thread).update(chosen)
+
+    def initialize(self) -> None:
+        """Create the CUDA context."""
+        self.is_initialized = True
+
+    def set_device(self, number: int) -> int:
+        """The same for good."""
+        self._choosing.add(threading.get_ident())
+        return self.choose(number)
+
+    @property
+    def shares_first(self) -> bool:
+        """Whether this is one of several processes that put their tensors on cuda:0 because they choose no GPU."""
+        return self.count > 1 and bool(self._by_default - self._choosing)
+
     def named(self, number: int | None) -> int:
-        """The GPU that a device of this `number` means; raises PyTorch's error where there is none."""
-        if number is None or number < 0:
-            return self.current
+        """The GPU that a tensor on a device of this `number` is put on. Raises as `check_index` does."""
         if number == HOST:
             return HOST
-        self.check_index(number)
+        self.initialize()
+        if number is None or number < 0:
+            number = self.current
+            if not (hasattr(self._thread, "current") or self.default or self.drives_all or self._sees_one):
+                self._by_default.add(threading.get_ident())
+        self.check_index(number := self._own(number))
         return number
+
+    def numbered(self, number: int | None) -> int:
+        """The GPU of a stream on a device of this `number`, which may be that of another process."""
+        if number is None or number < 0:
+            return self.current
+        self._check_count(number)
+        return self._own(number)
 
     @property
     def has_others(self) -> bool:
@@ -110,13 +170,16 @@ class DeviceAssignment(Gpus):
 
     def check_index(self, device: int) -> None:
         """Raise PyTorch's error for a device that does not exist, and `InputError` for the GPU of another process."""
-        if device >= self.count:
-            raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+        self._check_count(device)
         if device not in (self.index, -1) and not self.drives_all:
             raise InputError(
                 f"cuda:{device} is the GPU of another process, this one has cuda:{self.index}: "
-                "memsize runs one of them (--one-process gives a single process all GPUs)"
+                "call torch.cuda.set_device(local_rank) first (--one-process gives a single process all GPUs)"
             )
+
+    def _check_count(self, device: int) -> None:
+        if device >= self.count:
+            raise torch.AcceleratorError("CUDA error: invalid device ordinal")
 
     def put(self, tensor: Tensor, number: int) -> bool:
         """Say that a stand-in is on GPU `number`, or on the `HOST`; whether that was not known of its storage."""
@@ -142,7 +205,7 @@ def gpu_of(func: Any, args: Iterable[Any]) -> int:
             f"Expected all tensors to be on the same device, but found at least two devices, {names}! (when "
             f"dispatching {func})"
         )
-    return numbers[0] if numbers else devices().current
+    return numbers[0] if numbers else devices().current if devices().drives_all else devices().index
 
 
 def _address(tensor: Any) -> int:

@@ -217,7 +217,7 @@ class ProgramCalls(ModuleCallRecorder):
         clock = self.ledger.clock
         self._compiler.forget()
         outer, start = clock.enter(index), self.ledger.count
-        is_open = not self.roots[self.root_of[index]].trained and devices().current == devices().index
+        is_open = not self.roots[self.root_of[index]].trained and _is_here()
         arguments = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs))] if is_open else []
         try:
             with traced_again():
@@ -227,6 +227,11 @@ class ProgramCalls(ModuleCallRecorder):
         if is_open:
             self._returned(index, result, start, arguments)
         return result
+
+
+def _is_here() -> bool:
+    """Whether this thread works on the GPU that is recorded, and not for a replica on another one."""
+    return not devices().drives_all or devices().current == devices().index
 
 
 def _is_on_gpu(module: nn.Module, args: Any, kwargs: Any) -> bool:

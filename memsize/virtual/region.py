@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -39,6 +39,7 @@ from memsize.processes.patches import (
     SuspendablePatches,
     assign,
     calling,
+    wrapping,
 )
 from memsize.processes.rank_processes import RankConnection, connected
 from memsize.processes.simulation import open_simulation, running
@@ -94,11 +95,12 @@ def virtual_gpu(
     world: World | None = None,
     later: Mapping[str, LatePatches] = MappingProxyType({}),
     compiles: bool = True,
+    default: int = 0,
 ) -> Iterator[None]:
     """While open, this process has the GPU of `driver`, and what happens on it is recorded in `ledger`; `more` is
     replaced besides, and `later` in modules by their names once they are imported. It is one of the processes of
-    `world`, as a launcher would have started it; with None, it was started alone. Code given to `torch.compile` is
-    compiled, or with `compiles` False runs as it is written.
+    `world`, as a launcher would have started it; with None, it was started alone. `default` is the GPU of threads that
+    choose none. Code given to `torch.compile` is compiled, or with `compiles` False runs as it is written.
 
     Raises `InputError` when a region is open already, or when this process is in a group that `world` is not.
     """
@@ -108,7 +110,7 @@ def virtual_gpu(
         regions.callback(_forget_answers)
         ledger.alone = not group.is_joined()
         regions.enter_context(group.started(world))
-        devices = ledger.devices = driver.devices = DeviceAssignment(world)
+        devices = ledger.devices = driver.devices = DeviceAssignment(world, default)
         for part in (driver, devices, ledger.order, collectives.RunningReduction()):
             regions.enter_context(simulation.with_part(type(part), part))
         regions.enter_context(simulation.with_part(Gpus, devices))
@@ -181,7 +183,7 @@ def _of_driver(driver: Driver) -> Iterator[Patch]:
     cuda: Any = torch.cuda
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from nested_tensors.of_driver()
-    yield cuda, "_lazy_init", lambda: None
+    yield cuda, "_lazy_init", driver.devices.initialize
     yield cuda, "_initialized", True
     yield cuda, "_cached_device_count", None
     yield cuda, "_is_in_bad_fork", lambda: False
@@ -260,9 +262,33 @@ def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection |
         yield owner, "spawn", partial(_spawn, world)
     if torch.distributed.is_available():
         yield from group.replacements(world)
+        yield from _own_gpu_patches(ledger.devices)
         yield from peers.replacements(ledger.evaluator.rely_on, line)
         yield from collectives.replacements()
         yield from sharding.replacements(ledger.in_pytorch)
+
+
+def _own_gpu_patches(devices: DeviceAssignment) -> Iterator[Patch]:
+    """Let a mesh choose the GPU of this rank where the program has no CUDA context yet, and a barrier use that GPU
+    (`ProcessGroupNCCL::guessDeviceForRank`).
+    """
+    import torch.distributed.device_mesh as meshes
+
+    def handle(original: Callable[..., Any], kind: str = "cuda") -> Any:
+        module = original(kind)
+        if module is not torch.cuda:
+            return module
+        members = vars(module) | {"is_initialized": lambda: devices.is_initialized}
+        return SimpleNamespace(**members)
+
+    def barrier(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with devices.on_own():
+            return original(*args, **options)
+
+    for owner in (torch.distributed, torch.distributed.distributed_c10d):
+        yield wrapping(owner, "barrier", barrier)
+    if hasattr(meshes, "_get_device_handle"):  # not in builds without torch.distributed
+        yield wrapping(meshes, "_get_device_handle", handle)
 
 
 def _spawn(world: World, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, **options: Any) -> Any:
@@ -305,7 +331,10 @@ class VirtualMachine(RunDevice):
         memory = DeviceMemory(
             self.card.bytes, cuda_context(self.card).low, AllocatorConfig, ledger.events, ledger.streams, bounded=False
         )
-        return virtual_gpu(Driver(self.card, memory, stack=stack), ledger, world=self.world, compiles=compiles)
+        # Where memsize puts the model.
+        own = self.world.local_rank if self.world and not self.world.one_process else 0
+        driver = Driver(self.card, memory, stack=stack)
+        return virtual_gpu(driver, ledger, world=self.world, compiles=compiles, default=own)
 
 
 @contextmanager

@@ -197,6 +197,20 @@ def _other_gpu(run: ProgramRun) -> Iterator[Finding]:
         yield Finding("run-other-gpu", text, {"rank": run.trace.world.rank, "gpu": match[1]})
 
 
+@RULES.rule("run-shares-gpu")
+def _shares_gpu(run: ProgramRun) -> Iterator[Finding]:
+    """The sum of all ranks of a machine on its first GPU, of which this rank shows its own part."""
+    if not run.shares_first_gpu or not run.trace.events or run.failure is not None:
+        return
+    ranks = run.trace.world.local_size
+    text = (
+        "The script chooses no GPU, so that all {ranks} ranks put their tensors on cuda:0: {ranks} × {high} = {whole} "
+        "of {total}; NCCL refuses two ranks on one GPU. Call torch.cuda.set_device(local_rank) first."
+    )
+    values = sizes(high=run.peak.device.high, whole=ranks * run.peak.device.high, total=run.card.bytes)
+    yield Finding("run-shares-gpu", text, {"ranks": ranks, **values}, bytes=ranks * run.peak.device.high)
+
+
 @RULES.rule("run-divides-heads")
 def _divides_heads(run: ProgramRun) -> Iterator[Finding]:
     problem = undivided(run.failure or "", run.trace, run.trace.world.size)

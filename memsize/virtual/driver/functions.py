@@ -42,8 +42,7 @@ _DOING_NOTHING: Final = """
     _cuda_init _cuda_ipc_collect _cuda_sleep _cuda_set_sync_debug_mode _host_emptyCache _cuda_resetPeakHostMemoryStats
     _cuda_resetAccumulatedHostMemoryStats _cuda_record_memory_history _cuda_record_memory_history_legacy"""
 _CHOOSING: Final = """
-    _cuda_setDevice _cuda_exchangeDevice _cuda_maybeExchangeDevice _accelerator_setDeviceIndex
-    _accelerator_exchangeDevice _accelerator_maybeExchangeDevice"""
+    _cuda_exchangeDevice _cuda_maybeExchangeDevice _accelerator_exchangeDevice _accelerator_maybeExchangeDevice"""
 """Functions that take the number of a device, and return that of the one before."""
 
 
@@ -56,7 +55,7 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
         number = device if device is None or isinstance(device, int) else torch.device(device).index
-        self.device_index, self.device_type = devices().named(options.get("device_index", number)), _TYPE
+        self.device_index, self.device_type = devices().numbered(options.get("device_index", number)), _TYPE
         self.device = torch.device("cuda", self.device_index)
         self.priority = priority
         numbers = _streams().numbers[self.device_index]
@@ -161,7 +160,7 @@ class Driver:
         return self._stream_on(self.devices.index)
 
     def _stream_on(self, device: int | None) -> int:
-        return self._current.streams.get(self.devices.named(device), 0)
+        return self._current.streams.get(self.devices.numbered(device), 0)
 
     @property
     def properties(self) -> DeviceProperties:
@@ -187,6 +186,7 @@ class Driver:
         return {
             **dict.fromkeys(_DOING_NOTHING.split(), _returning(None)),
             **dict.fromkeys(_CHOOSING.split(), owned.choose),
+            **dict.fromkeys(("_cuda_setDevice", "_accelerator_setDeviceIndex"), owned.set_device),
             "_cuda_getDeviceCount": _returning(owned.count),
             "_cuda_getDevice": lambda: owned.current,
             "_cuda_isInBadFork": _returning(False),
@@ -196,8 +196,8 @@ class Driver:
             "_cuda_getCurrentBlasHandle": _returning(0),
             "_cuda_isCurrentStreamCapturing": _returning(False),
             "_cuda_get_sync_debug_mode": _returning(0),
-            "_cuda_getCurrentStream": lambda device: (self._stream_on(device), owned.named(device), _TYPE),
-            "_cuda_getDefaultStream": lambda device: (0, owned.named(device), _TYPE),
+            "_cuda_getCurrentStream": lambda device: (self._stream_on(device), owned.numbered(device), _TYPE),
+            "_cuda_getDefaultStream": lambda device: (0, owned.numbered(device), _TYPE),
             "_cuda_getCurrentRawStream": self._stream_on,
             "_cuda_setStream": self._set_stream,
             "_cuda_memoryStats": lambda device: on(device).stats(),
@@ -211,7 +211,7 @@ class Driver:
             "_nccl_version_suffix": _returning(b""),
             "_cuda_hostMemoryStats": _returning({}),
             "_cuda_memorySnapshot": lambda *pool: self.snapshot(),
-            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, owned.named(device), _TYPE),
+            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, owned.numbered(device), _TYPE),
             "_get_accelerator": _returning(torch.device("cuda")),
             "_accelerator_getAccelerator": _returning(torch.device("cuda")),
             "_accelerator_getDeviceCapability": lambda device: {"supported_dtypes": set(_TYPES_THERE)},
@@ -228,7 +228,7 @@ class Driver:
         }
 
     def _memory_info(self, device: int) -> tuple[int, int]:
-        self.devices.check_index(device)
+        self.devices.numbered(device)  # which raises where there is no such GPU
         return self.memory.free, self.memory.total
 
     def _set_stream(self, stream_id: int, device_index: int = -1, device_type: int = _TYPE) -> None:

@@ -54,7 +54,7 @@ class Runtime:
 
     def cudaMemGetInfo(self, device: int = 0) -> tuple[int, int]:  # noqa: N802
         """Return the free and the total bytes of the GPU."""
-        devices().check_index(device)
+        devices().numbered(device)  # which raises where there is no such GPU
         return self._memory.free, self._memory.total
 
     def __getattr__(self, name: str) -> Any:
