@@ -95,6 +95,84 @@ def test_liger_leaves_out_the_gradient_of_a_frozen_head(figures: Figures) -> Non
     assert after == 2 * TOKENS * WIDTH + 512
 
 
+NORM = """
+import json, torch
+from liger_kernel.transformers import LigerRMSNorm
+norm = LigerRMSNorm({width}).to(torch.bfloat16).cuda()
+x = torch.empty({tokens}, {width}, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+before = torch.cuda.memory_allocated()
+out = norm(x)
+forward = torch.cuda.memory_allocated() - before
+out.sum().backward()  # the norm copies the gradient, which is a number, for each element
+print(json.dumps([forward, torch.cuda.max_memory_allocated() - before]))
+"""
+
+
+def test_ligers_norm_writes_its_gradient_over_the_one_that_comes_in(figures: Figures) -> None:
+    (forward, most), _ = figures(NORM.format(tokens=TOKENS, width=WIDTH), "")
+    assert forward == 2 * TOKENS * WIDTH + 4 * TOKENS  # the output, and a number for each row
+    # Beside the gradient that comes in, each of an A100's 108 multiprocessors has a sum, and their sum is float32 too.
+    sums, loss = 4 * 108 * WIDTH + 4 * WIDTH + 2 * WIDTH, 2 * 512
+    assert most == forward + 2 * TOKENS * WIDTH + sums + loss
+
+
+LIGER = """
+import json, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from {source} import {name}
+config = AutoConfig.for_model("qwen3", hidden_size=512, intermediate_size=1536, num_hidden_layers=3,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=32_000, pad_token_id=0)
+{before}
+torch.set_default_dtype(torch.bfloat16)
+model = AutoModelForCausalLM.from_config(config).cuda()
+{after}
+optimizer, sizes = torch.optim.AdamW(model.parameters()), []
+ids = torch.randint(0, 32_000, (4, 512)).cuda()
+for _ in range(2):
+    torch.cuda.reset_peak_memory_stats()
+    loss = model(input_ids=ids, labels=ids).loss
+    sizes += [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+    loss.backward()
+    sizes += [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+    optimizer.step()
+    optimizer.zero_grad()
+print(json.dumps(sizes))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "before", "after"),
+    [
+        ("liger_kernel.transformers", "apply_liger_kernel_to_qwen3 as apply", "apply()", ""),
+        ("liger_kernel.transformers", "apply_liger_kernel_to_qwen3 as apply", "", "apply(model=model)"),
+        ("transformers.integrations.liger", "apply_liger_kernel as apply", "", "apply(model, {})"),
+        ("liger_kernel.transformers", "AutoLigerKernelForCausalLM as AutoModelForCausalLM", "", ""),
+    ],
+)
+def test_ligers_patches_of_transformers(figures: Figures, source: str, name: str, before: str, after: str) -> None:
+    """As with Liger-Kernel 0.8.5 itself, whose kernels were launched on the same simulated GPU."""
+    modeling = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    names = ("apply_rotary_pos_emb", "Qwen3RMSNorm", "Qwen3MLP")
+    originals = [modeling.Qwen3ForCausalLM.forward, *(getattr(modeling, name) for name in names)]
+    sizes, answer = figures(LIGER.format(source=source, name=name, before=before, after=after), "")
+    assert sizes == LIGER_SIZES
+    assert [modeling.Qwen3ForCausalLM.forward, *(getattr(modeling, name) for name in names)] == originals
+    assert any("liger_kernel is not installed" in note for note in answer.trace.notes)
+
+
+LIGER_SIZES = [
+    *(243587584, 249823744, 191534592, 258260992),
+    *(426715648, 432952320, 364570112, 432952320),
+]
+
+
+def test_a_model_without_liger_patches_here_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from liger_kernel.transformers import apply_liger_kernel_to_mixtral\n")
+    with pytest.raises(memsize.ForwardError, match="cannot import name 'apply_liger_kernel_to_mixtral'"):
+        memsize.run(script, gpu="t4")
+
+
 def test_cut_cross_entropy_of_gemma(figures: Figures) -> None:
     """Table 1 of the paper (Wijmans et al. 2024): 1 MB for the loss, and 1,164 MB with gradients, which take 1,161."""
     (forward, both, after), _ = figures(LOSS, "measured(linear_cross_entropy, 8192, 2304, 256_000)")

@@ -23,6 +23,7 @@ from memsize.virtual.packages import (
     flash_attn,
     flash_attn_3,
     inference_servers,
+    liger,
     linear_attention,
     linear_losses,
     mmcv,
@@ -41,6 +42,7 @@ _MODULES: Final[Mapping[str, Mapping[str, Any]]] = {
     **linear_attention.MODULES,
     **transformer_engine.MODULES,
     **linear_losses.MODULES,
+    **liger.MODULES,
     **apex.MODULES,
     **xformers.MODULES,
     **inference_servers.MODULES,
@@ -61,6 +63,8 @@ _AMPERE: Final = (8, 0)
 """The least compute capability of FlashAttention."""
 _FLASH: Final = "transformers.modeling_flash_attention_utils"
 """The module of transformers that imports flash_attn for a model that asks for it."""
+_LIGER: Final = "transformers.integrations.liger"
+"""The module of transformers that applies Liger's kernels for a trainer that asks for them."""
 _TRL: Final = "trl.generation.vllm_generation"
 """The module of TRL that generates by vLLM for a trainer that asks for it."""
 _RAY: Final = (
@@ -75,7 +79,7 @@ _NO_KERNEL: Final = (
     "the kernel {} of the Hub could not be loaded ({}: {}): the figures are those of what the script does without it"
 )
 
-ASKING: Final = (_FLASH, _TRL, "kernels", _HUB_OF_TRANSFORMERS)
+ASKING: Final = (_FLASH, _LIGER, _TRL, "kernels", _HUB_OF_TRANSFORMERS)
 """Modules whose names are replaced once they are imported."""
 
 
@@ -93,6 +97,7 @@ class SimulatedPackages(MetaPathFinder):
             yield
         finally:
             sys.meta_path.remove(self)
+            liger.restore()
             for name in [name for name, module in sys.modules.items() if isinstance(module, _SimulatedModule)]:
                 del sys.modules[name]
 
@@ -109,6 +114,9 @@ class SimulatedPackages(MetaPathFinder):
             for owner in (module, sys.modules.get("transformers.modeling_utils")):
                 if matrix and owner is not None:
                     yield owner, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", matrix
+
+        def applying(module: Any) -> Iterator[tuple[Any, str, Any]]:
+            yield module, "is_liger_kernel_available", lambda *_: True
 
         def serving(module: Any) -> Iterator[tuple[Any, str, Any]]:
             if not module.is_vllm_available():
@@ -133,6 +141,7 @@ class SimulatedPackages(MetaPathFinder):
 
         return {
             _FLASH: installed,
+            _LIGER: applying,
             _TRL: serving,
             "ray": workers,
             "kernels": of_hub,
@@ -211,7 +220,7 @@ def _is_imported_by_script(kernels: bool) -> bool:
         if frame.f_code.co_name == "find_spec" and frame.f_code.co_filename != __file__:
             return False  # a question whether the package is there
         frame = frame.f_back
-    return kernels or frame.f_globals.get("__name__") == _FLASH or not is_library(frame.f_code.co_filename)
+    return kernels or frame.f_globals.get("__name__") in (_FLASH, _LIGER) or not is_library(frame.f_code.co_filename)
 
 
 _IMPORTING: Final = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
