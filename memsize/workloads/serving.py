@@ -50,7 +50,7 @@ _TOKEN = 3
 class ProfileRun(Workload):
     """One step without a cache, by the `rules` of a release: the last tokens of `seqs` texts (of 0: no head) are
     sampled; `tp` cards share the vocabulary, of so many multiprocessors. Images that are among the inputs are read too
-    where it runs `with_images`.
+    where it runs `with_images`. The products with NVFP4 weights are in `fp4` where the GPU has such.
     """
 
     rules: Rules
@@ -58,6 +58,7 @@ class ProfileRun(Workload):
     tp: int
     processors: int
     with_images: bool = False
+    fp4: bool = False
 
     @property
     def proof(self) -> Proof:
@@ -277,13 +278,18 @@ def _product(module: nn.Linear, run: ProfileRun, packed: int, states: torch.Tens
 
 def _scratch(run: ProfileRun, packed: int, states: torch.Tensor, width: int) -> None:
     """Allocate the scratch memory of a product with weights of so many bytes: the input in as many bits where those
-    are eight (`scaled_fp8_quant` and `scaled_int8_quant` in vLLM's `_custom_ops.py`); the weight as numbers, of ExLlama
-    (`gptq_gemm` in csrc/quantization/gptq/q_gemm.cu) and AWQ (awq.py); or Marlin's copy of its input and its sums in
-    float32 (csrc/quantization/gptq_marlin/gptq_marlin.cu).
+    are eight (`scaled_fp8_quant` and `scaled_int8_quant` in vLLM's `_custom_ops.py`), or in four, with a scale for
+    each 16, in tiles of 128 × 4 scales (`scaled_fp4_quant` there); the weight as numbers, of ExLlama (`gptq_gemm` in
+    csrc/quantization/gptq/q_gemm.cu) and AWQ (awq.py); or Marlin's copy of its input and its sums in float32
+    (csrc/quantization/gptq_marlin/gptq_marlin.cu).
     """
     inputs = states.shape[-1]
     if packed >= inputs * width:
         states.new_empty(states.shape, dtype=torch.uint8)
+        return
+    if run.fp4:
+        rows = states.numel() // inputs
+        states.new_empty(rows * inputs // 2 + -(-rows // 128) * 128 * -(-inputs // 64) * 4, dtype=torch.uint8)
         return
     products = run.rules.products
     if products == "unpacks":

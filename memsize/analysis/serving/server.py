@@ -31,7 +31,7 @@ from memsize.device.replay import OMITTED, Levels, replay
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.loading.hubs import checkpoint_config_of
 from memsize.model.input_tensors import ModelInputs
-from memsize.precision.quantization_config import checkpoint_layout
+from memsize.precision.quantization_config import checkpoint_layout, quantization_of
 from memsize.processes.patches import collector_paused
 from memsize.records.columns import distinct
 from memsize.records.fit import Remedied
@@ -80,6 +80,10 @@ _PRODUCTS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """
 MIXED: Final = 8192
 """The tokens of a prompt with images: more than those stand for."""
+_FP4_SINCE: Final = (10, 0)
+"""The compute capability with products of four bits (vLLM's `model_executor/kernels/linear/nvfp4/flashinfer.py`)."""
+_FP4_WORKSPACE: Final = 32 * MiB
+"""FlashInfer's buffer for them, which stays (`mm_fp4` in flashinfer/gemm/gemm_base.py)."""
 _PROMPT = 8
 """The tokens of the prompt that is traced to measure the bytes of one more token in the cache."""
 _ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
@@ -267,7 +271,7 @@ class Server:
             seqs = max(1, min(seqs, served.tokens // image.tokens))
         length = served.tokens // seqs  # fewer than `seqs` tokens are left over
         inputs = self.prompts(length) if in_step else self._texts(length)
-        run = ProfileRun(rules, seqs, served.tp, processors(runner.gpu)[1], in_step)
+        run = ProfileRun(rules, seqs, served.tp, processors(runner.gpu)[1], in_step, self._multiplies_fp4())
         trace = self._on(inputs, served.tokens // length, served).run(run, scenario)
         estimate = estimate_gpu(trace, runner.gpu, config=self.allocator)
         step = estimate.allocated - weights_in(trace, self.allocator).allocated
@@ -289,6 +293,8 @@ class Server:
         loading = replace(self.allocator, max_split_size=_UNSPLIT) if rules.unsplit else self.allocator
         weights = loaded_weights(trace, loading, repacks=rules.products != "unpacks")
         slack = weights.reserved - weights.allocated if rules.slack else 0
+        if run.fp4:
+            step += _FP4_WORKSPACE
         if rules.counts:  # of each token of the vocabulary, in what was generated and (as bits) in the prompt
             vocabulary = text_config(runner.model).vocab_size * served.tp
             step += served.seqs * (vocabulary + -(-vocabulary // 32)) * 4
@@ -304,13 +310,21 @@ class Server:
         captured, kind, config = served.graphs, served.rules.graphs, text_config(self.runner.model)
         if captured is None or kind is None:
             return Interval(0, 0)
-        run = ProfileRun(served.rules, 0, served.tp, processors(self.runner.gpu)[1])
+        run = ProfileRun(served.rules, 0, served.tp, processors(self.runner.gpu)[1], fp4=self._multiplies_fp4())
         trace = self._on(self._texts(captured.largest), 1, served).run(run, scenario)
         stored = {number for number, storage in enumerate(trace.storages) if storage.role in _WEIGHTS}
         segments = replay((event.storage, event.delta) for event in trace.events if event.storage not in stored)
         size = segments.reserved.bytes
         pool = Interval(0 if has_states(config) else size, size)  # kernels for states may need far less
         return graph_memory(config, captured, kind, pool, self.runner.gpu)
+
+    def _multiplies_fp4(self) -> bool:
+        """Whether FlashInfer multiplies NVFP4 weights in four bits. Known limit: Marlin does where a checkpoint leaves
+        activations alone.
+        """
+        quantization = quantization_of(self.runner.model)
+        is_nvfp4 = quantization is not None and quantization.layout.name == "nvfp4"
+        return is_nvfp4 and self.runner.gpu.capability >= _FP4_SINCE
 
     def _on(self, inputs: ModelInputs, batch: int, served: ServerArguments) -> Runner:
         runner = self.runner.with_inputs(inputs, batch)
