@@ -323,6 +323,12 @@ def test_the_command_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
             "report a.py:A --optimizer sgd",
             "no such option '--optimizer': did you mean --train? (memsize report --help)",
         ),
+        (
+            "checkpoint a.pt --model a.py:A",
+            "no such option '--model': did you mean --against? (memsize checkpoint --help)",
+        ),
+        ("sweep --hel", "no such option '--hel': did you mean --help, --scheduler? (memsize sweep --help)"),
+        ("sweep a.toml --zzz", "no such option '--zzz' (memsize sweep --help)"),
         ("report a.py:A --train --gpu t4", "--train has no value: --gpu follows it (memsize report --help)"),
         ("run --gpu t4 python3 train.py", "no such script: python3 (give the script itself, without python)"),
     ):

@@ -81,10 +81,19 @@ def test_a_config_or_its_folder_is_a_model_of_transformers(
         ("torchvision:vgg11", Target(None, None, "vgg11", "torchvision")),
         ("hf:org/name", Target(None, None, "org/name", "hf")),
         ("timm.models:resnet18", Target(None, "timm.models", "resnet18")),
+        ("nets:Net?width=64&act=a:b", Target(None, "nets", "Net", options=(("width", 64), ("act", "a:b")))),
     ],
 )
 def test_reads_a_target(text: str, target: Target) -> None:
     assert parse_target(text) == target
+
+
+def test_a_file_takes_arguments_for_its_constructor_after_a_question_mark(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text("from torch import nn\ndef build(width=4): return nn.Linear(3, width)\n")
+    assert memsize.report(f"{path}:build?width=7").parameters == 7 * (3 + 1)
+    assert memsize.report(f"{path}:build?width=7", arguments={"width": 2}).parameters == 2 * (3 + 1)
+    assert "has no argument 'depth': did you mean width" in refused(f"{path}:build?depth=7")
 
 
 @pytest.mark.parametrize("name", ["last.pt", "model.safetensors"])
@@ -97,7 +106,14 @@ def test_a_checkpoint_that_is_not_there_is_no_module(
 
 
 @pytest.mark.parametrize(
-    ("text", "part"), [("timm:", "no name"), ("hf: ", "no name"), ("timm:a?b", "cannot read 'b'"), ("timm:a?=1", "=1")]
+    ("text", "part"),
+    [
+        ("timm:", "no name"),
+        ("hf: ", "no name"),
+        ("timm:a?b", "cannot read 'b'"),
+        ("timm:a?=1", "=1"),
+        ("net:Net?64", "write it like net:Net"),
+    ],
 )
 def test_refuses_what_names_nothing(text: str, part: str) -> None:
     with pytest.raises(TargetError, match=part):

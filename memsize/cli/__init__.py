@@ -181,6 +181,7 @@ _OTHER_NAMES = {
     "--bs": "--batch-size",
     "--context": "--seq-len",
     "--dtype": "--scenario",
+    "--model": "--against",
     "--optim": "--train",
     "--optimizer": "--train",
     "--precision": "--scenario",
@@ -189,6 +190,7 @@ _OTHER_NAMES = {
     "--world-size": "--gpus",
 }
 """What other tools call options."""
+_HELP = {"help": "--help"}
 
 
 def _usage(error: click.ClickException) -> str:
@@ -196,9 +198,11 @@ def _usage(error: click.ClickException) -> str:
     text, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
     if context is None:
         return text
-    flags = {flag for parameter in context.command.params for flag in parameter.opts}
-    if isinstance(error, click.NoSuchOption) and (meant := _OTHER_NAMES.get(error.option_name)) in flags:
-        text = f"no such option {quoted(error.option_name)}: did you mean {meant}?"
+    if isinstance(error, click.NoSuchOption):
+        flags = {flag.lstrip("-"): flag for parameter in context.command.params for flag in parameter.opts} | _HELP
+        meant = _OTHER_NAMES.get(error.option_name, "")
+        near = (meant,) if meant in flags.values() else nearest(error.option_name.lstrip("-"), flags)
+        text = f"no such option {quoted(error.option_name)}" + (f": did you mean {', '.join(near)}?" if near else "")
     return f"{text[:1].lower()}{text[1:]} ({context.command_path} --help)"
 
 

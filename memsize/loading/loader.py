@@ -79,7 +79,8 @@ def load(
             module = import_target(target, scope, module_name)
             name = target.name or only_class(module, target)
             label = f"{target.source}:{name}"
-            built, note = build(look_up(module, name, target), label, arguments or {}, scope.owns, failure)
+            chosen = {**dict(target.options), **(arguments or {})}
+            built, note = build(look_up(module, name, target), label, chosen, scope.owns, failure)
             trainer = built if is_trainer(built) else None
             model = trainer.model if trainer else built
             inputs = None
@@ -111,7 +112,7 @@ def _of_library(target: Target) -> Target | None:
     for library in _BY_NAME:
         with suppress(TargetError):  # it is not installed
             if name in model_names(library):
-                return Target(None, None, name, library)
+                return Target(None, None, name, library, target.options)
     return None
 
 

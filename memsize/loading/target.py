@@ -33,8 +33,8 @@ LIBRARIES = ("hf", "timm", "torchvision", "diffusers")
 class Target:
     """A Python file or a module's dotted name, and the name inside it (None: its only Module class).
 
-    With a `library` there is neither: `name` is what the library calls the model, or a config of it, and `options` are
-    arguments of its constructor.
+    With a `library` there is neither: `name` is what the library calls the model, or a config of it. `options` are
+    arguments of the constructor.
     """
 
     file: Path | None
@@ -50,7 +50,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """The target that ``path.py:Name``, ``package.module:name`` or ``timm:name?option=value`` names.
+    """The target that ``path.py:Name``, ``package.module:name?option=value`` or ``timm:name`` names.
 
     A file must exist; modules and a library's names are looked for when they are imported. Raises `TargetError` for
     what cannot be a target.
@@ -65,6 +65,7 @@ def _parsed(text: str) -> Target:
     library, colon, rest = text.partition(":")
     if colon and library in LIBRARIES:
         return _of_library(library, rest.strip())
+    whole, (text, query) = text, _with_query(text)
     # A path may have a colon itself (a drive), so the last one counts.
     source, colon, name = text.rpartition(":")
     if not colon or text.endswith(".py") or os.sep in name:
@@ -75,17 +76,18 @@ def _parsed(text: str) -> Target:
         raise TargetError(f"{name!r} in {text!r} is not a name: {_EXAMPLES}")
     path = Path(source)
     is_config = (path.suffix == ".json" and path.is_file()) or (path / "config.json").is_file()
-    if not colon and (is_config or is_hub_id(source.partition("?")[0])):
-        return _of_library("hf", source)
+    if not colon and (is_config or is_hub_id(source)):
+        return _of_library("hf", whole)
+    options = _options(query, whole, text)
     named = source.endswith((".py", *CHECKPOINTS)) or os.sep in source or (os.altsep or os.sep) in source
     is_folder = bool(source) and path.is_dir() and not (path / "__init__.py").is_file()
     if named or is_folder or path.is_file():
-        return Target(_existing_file(path.expanduser()), None, name or None)
+        return Target(_existing_file(path.expanduser()), None, name or None, options=options)
     if not all(part.isidentifier() for part in source.split(".")):
         near = nearest(source, tuple(presets()))
         hint = suggestion(source, (), near) if near else _EXAMPLES
         raise TargetError(f"cannot read {text!r} as a target: {hint}")
-    return Target(None, source, name or None)
+    return Target(None, source, name or None, options=options)
 
 
 def parse_value(text: str) -> object:
@@ -97,17 +99,27 @@ def parse_value(text: str) -> object:
 
 
 def _of_library(library: str, rest: str) -> Target:
-    """``resnet18?num_classes=10&in_chans=1`` as `library` names it; a path may hold a question mark itself."""
-    name, mark, query = (rest, "", "") if Path(rest).exists() else rest.partition("?")
+    name, query = _with_query(rest)
     if not name:
         raise TargetError(f"'{library}:' is followed by no name: write it like timm:resnet18 or hf:config.json")
+    return Target(None, None, name, library, _options(query, f"{library}:{rest}", f"{library}:{name}"))
+
+
+def _with_query(text: str) -> tuple[str, str]:
+    """``resnet18?num_classes=10`` without and with its question mark, which a path may hold itself."""
+    name, mark, query = (text, "", "") if Path(text).exists() else text.partition("?")
+    return name, mark + query
+
+
+def _options(query: str, text: str, name: str) -> tuple[tuple[str, object], ...]:
+    """The arguments of ``?num_classes=10&in_chans=1``; `text` and `name` are the target with and without it."""
     options: dict[str, object] = {}
-    for part in query.split("&") if mark else ():
+    for part in query[1:].split("&") if query else ():
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not key.isidentifier():
-            raise TargetError(f"cannot read {part!r} in '{library}:{rest}': write it like {library}:{name}?width=64")
+            raise TargetError(f"cannot read {part!r} in {text!r}: write it like {name}?width=64")
         options[key] = parse_value(value)
-    return Target(None, None, name, library, tuple(options.items()))
+    return tuple(options.items())
 
 
 CHECKPOINTS: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
