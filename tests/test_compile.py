@@ -757,6 +757,37 @@ def test_a_compiled_optimizer_step_makes_the_state_and_fuses_its_update() -> Non
     assert updates == [True, False]  # eager code needs temporaries, compiled code writes in place
 
 
+FUSED_STEP = """
+import torch
+from torch import nn
+
+model = nn.Linear(64, 64).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+@torch.compile
+def update():
+    optimizer.step()
+
+for _ in range(2):
+    model(torch.randn(32, 64, device="cuda")).sum().backward()
+    update()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_compiled_fused_step_makes_the_state_and_runs_the_fused_kernel() -> None:
+    """Dynamo breaks the graph at `_fused_adam`. Two moments of 64 x 64 + 64 floats, and two steps of 4 B on the GPU."""
+    trace = run_script(FUSED_STEP)
+    state = [(s.bytes, trace.phases[e.phase]) for s, e in made(trace) if s.role == "optimizer state"]
+    assert sum(size for size, _ in state) == 2 * 4 * (64 * 64 + 64) + 2 * 4
+    assert {phase for _, phase in state} == {"optimizer 1"}
+
+
+def made(trace: Trace) -> list[tuple[Any, Any]]:
+    """Storages with the events that make them."""
+    return [(trace.storages[event.storage], event) for event in trace.events if event.delta > 0]
+
+
 WHILE = "torch._higher_order_ops.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.sin()), (torch.zeros(()), x))"
 
 

@@ -27,18 +27,21 @@ from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import TensorVariable, UnspecializedNNModuleVariable
+from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.optim import Optimizer
+from torch.optim import Optimizer, optimizer
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memsize.compile.backend import Compiler
-from memsize.compile.devices import META
+from memsize.compile.devices import CPU, META
+from memsize.compile.generated import running_ledger
 from memsize.processes.patches import Patch, assigned, calling, wrapping
 from memsize.processes.simulation import open_simulation
 from memsize.spec.scenario import CompileMode
 from memsize.torch_internals.meta import KEY
+from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.named_devices import named_gpu
 from memsize.tracing.overrides import Compiles, compilation
 from memsize.tracing.run import Run
@@ -69,6 +72,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         wrapping(torch._ops, "_compute_keyset", _beneath_kernels),
         (TensorVariable, "specialize", staticmethod(calling(_specialized, TensorVariable.specialize))),
         wrapping(UnspecializedNNModuleVariable, "call_function", _inlined),
+        wrapping(OptimizerVariable, "call_method", _grouped),
         wrapping(torch._TorchCompileInductorWrapper, "__call__", _compiled, compiler),
         wrapping(dynamo, "optimize", _optimized),
         (compiled_autograd, "_enable", contextmanager(partial(_backward_by_graph, compiler))),
@@ -205,6 +209,25 @@ def _inlined(original: Callable[..., Any], variable: Any, *args: Any) -> Any:
     if part := compilation():
         part.inline(variable.value)
     return original(variable, *args)
+
+
+def _grouped(original: Callable[..., Any], variable: Any, translator: Any, name: str, *args: Any) -> Any:
+    """Dynamo calls `_init_group` instead of tracing it: there a fused optimizer looks for a device with kernels for it,
+    and optimizers make their state.
+    """
+    if name != "_init_group":
+        return original(variable, translator, name, *args)
+    devices = getattr(optimizer, _FUSED)
+    with assigned(optimizer, _FUSED, lambda: [*devices(), META.type]):
+        result = original(variable, translator, name, *args)
+    if ledger := running_ledger():
+        for tensor in tensors_in(list(variable.value.state.values())):
+            if tensor.device.type != CPU.type:
+                ledger.enter(tensor, "optimizer state", "zeros_like")
+    return result
+
+
+_FUSED: Final = "_get_fused_kernels_supported_devices"
 
 
 def _on_stand_ins(
