@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -130,6 +130,8 @@ def test_kernels_and_patterns_that_are_passed_over_change_nothing(
     monkeypatch.setattr("memsize.compile.kernel_bodies.KernelBody._likeness", lambda _: None)
     monkeypatch.setattr("memsize.compile.patterns._functions", lambda _: frozenset())
     monkeypatch.setattr("memsize.compile.gpu.shortcuts", lambda: ())
+    monkeypatch.setattr("memsize.compile.region.tracing_shortcuts", lambda: ())
+    monkeypatch.setattr("memsize.compile.region._existing_frozen", nullcontext)
     monkeypatch.setattr("memsize.compile.backend._t", lambda original, matrix: original(matrix))
     monkeypatch.setattr("memsize.compile.devices.Move._moves", lambda *_: True)
     whole = traced_anew(model, scenario + COMPILED)

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memsize.compile.backend import Compiler
 from memsize.compile.devices import CPU, META
 from memsize.compile.generated import running_ledger
+from memsize.compile.shortcuts import tracing_shortcuts
 from memsize.processes.patches import Patch, assigned, calling, wrapping
 from memsize.processes.simulation import open_simulation
 from memsize.spec.scenario import CompileMode
@@ -76,6 +77,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         wrapping(torch._TorchCompileInductorWrapper, "__call__", _compiled, compiler),
         wrapping(dynamo, "optimize", _optimized),
         (compiled_autograd, "_enable", contextmanager(partial(_backward_by_graph, compiler))),
+        *tracing_shortcuts(),
     ]
     try:
         with (
@@ -254,6 +256,19 @@ def _collected(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@contextmanager
+def _existing_frozen() -> Iterator[None]:
+    """While open, collections leave out what exists already, most of it of imported modules."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def _accepting(original: Callable[..., None], mode: FakeTensorMode, **options: Any) -> None:
     """``torch.tensor([1], device="meta")`` makes its tensor below the dispatcher, and so no fake."""
     original(mode, **{**options, "allow_non_fake_inputs": True})
@@ -280,7 +295,7 @@ def _is_function_of_torch(value: object) -> bool:
 def compiled_model(run: Run, mode: CompileMode, capability: tuple[int, int]) -> Iterator[None]:
     """Compile the calls of the model of `run` while open, as its method `compile` does."""
     model = run.setup.model
-    with compiling(Compiler(capability, run.note)):
+    with compiling(Compiler(capability, run.note)), _existing_frozen():
         run.note(RULES.format(torch.__version__.partition("+")[0]))
         call = model._call_impl
         if trace_rules.check(model.forward):  # PyTorch's own, such as that of nn.Sequential: Dynamo skips its frame
