@@ -173,6 +173,115 @@ def test_a_model_without_liger_patches_here_is_named(tmp_path: Path) -> None:
         memsize.run(script, gpu="t4")
 
 
+QLORA = """
+import json, torch, bitsandbytes as bnb
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(512, 1024)
+        self.a = Linear4bit(1024, 2048, compute_dtype=torch.bfloat16, quant_type="nf4", compress_statistics={nested})
+        self.b = Linear8bitLt(2048, 1024, has_fp16_weights=False, threshold=6.0)
+        self.c = bnb.nn.LinearFP4(1024, 768, bias=False)
+        self.d = Linear8bitLt(768, 512)
+    def forward(self, x):
+        return self.d(self.c(self.b(torch.relu(self.a(self.head(x))))))
+model = Model().to({dtype}).cuda()
+sizes = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+optimizer = bnb.optim.{optimizer}(model.parameters())
+for _ in range(2):
+    torch.cuda.reset_peak_memory_stats()
+    y = model(torch.randn(4, 64, 512, device="cuda", dtype={dtype}))
+    sizes += [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+    y.sum().backward()
+    sizes += [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+    optimizer.step()
+    sizes.append(torch.cuda.memory_allocated())
+    del y
+    optimizer.zero_grad()
+print(json.dumps(sizes))
+"""
+
+
+BITSANDBYTES = {
+    ("AdamW8bit", False): [
+        *(7378944, 11671040),
+        *(20421632, 23545856, 33018880, 44808192, 34921472),
+        *(30843904, 34363392, 34921472, 46710784, 34921472),
+    ],
+    ("PagedAdamW32bit", False): [
+        *(7378944, 11671040),
+        *(20421632, 23545856, 33018880, 44808192, 33055744),
+        *(28978176, 32497664, 33055744, 44845056, 33055744),
+    ],
+    ("Lion8bit", False): [
+        *(7378944, 11671040),
+        *(20421632, 23545856, 33018880, 44808192, 33970176),
+        *(29892608, 33412096, 33970176, 45759488, 33970176),
+    ],
+    ("AdEMAMix8bit", False): [
+        *(7378944, 11671040),
+        *(20421632, 23545856, 33018880, 44808192, 35871744),
+        *(31794176, 35313664, 35871744, 47661056, 35871744),
+    ],
+    ("AdamW8bit", True): [
+        *(5438464, 8435200),
+        *(16519168, 20118528, 26620928, 31858688, 28523520),
+        *(26941440, 30936064, 28523520, 33761280, 28523520),
+    ],
+    ("PagedAdamW32bit", True): [
+        *(5438464, 8435200),
+        *(16519168, 20118528, 26620928, 31858688, 26657792),
+        *(25075712, 29070336, 26657792, 31895552, 26657792),
+    ],
+    ("Lion8bit", True): [
+        *(5438464, 8435200),
+        *(16519168, 20118528, 26620928, 31858688, 27572224),
+        *(25990144, 29984768, 27572224, 32809984, 27572224),
+    ],
+    ("AdEMAMix8bit", True): [
+        *(5438464, 8435200),
+        *(16519168, 20118528, 26620928, 31858688, 29473792),
+        *(27891712, 31886336, 29473792, 34711552, 29473792),
+    ],
+}
+"""Bytes after moving and at most; of two steps, after forward and backward and at most in both, and at the end."""
+
+
+@pytest.mark.parametrize(("name", "nested"), BITSANDBYTES)
+def test_layers_and_optimizers_of_bitsandbytes(figures: Figures, name: str, nested: bool) -> None:
+    """As with bitsandbytes 0.50.2 itself on the same simulated GPU."""
+    dtype = "torch.bfloat16" if nested else "torch.float32"
+    sizes, answer = figures(QLORA.format(nested=nested, dtype=dtype, optimizer=name), "")
+    assert sizes == BITSANDBYTES[name, nested]
+    assert any("bitsandbytes is not installed" in note for note in answer.trace.notes)
+
+
+def test_weights_and_states_of_bitsandbytes(figures: Figures) -> None:
+    line = """
+import json, torch, bitsandbytes as bnb
+layer = bnb.nn.LinearNF4(1024, 2048, bias=False).cuda()
+sizes = [torch.cuda.memory_allocated()]
+head = torch.nn.Linear(512, 512, bias=False, device="cuda")
+head.weight.grad = torch.zeros_like(head.weight)
+before = torch.cuda.memory_allocated()
+optimizers = [getattr(bnb.optim, name)(head.parameters()) for name in ("AdamW8bit", "PagedAdamW8bit", "Lion32bit")]
+for optimizer in optimizers:
+    optimizer.step()
+    sizes.append(torch.cuda.memory_allocated() - before)
+    before = torch.cuda.memory_allocated()
+print(json.dumps(sizes + [optimizers[1].state[head.weight]["state2"].is_cuda]))
+"""
+    (weight, adamw, paged, lion, is_cuda), answer = figures("", line)
+    # Half a byte a weight; a byte for each 64 and a float32 for each 64 · 256; the mean, 16 values, two maps of 256.
+    blocks = 1024 * 2048 // 64
+    assert weight == 1024 * 2048 // 2 + blocks + 4 * blocks // 256 + 512 + 512 + 2 * 1024
+    # Two states of a byte, a float32 for each 256 of both, and their maps; pages are the host's.
+    scales = 2 * (4 * 512 * 512 // 256 + 1024)
+    assert adamw == 2 * 512 * 512 + scales and paged == scales and lion == 4 * 512 * 512
+    assert not is_cuda and answer.trace.host is not None
+
+
 def test_cut_cross_entropy_of_gemma(figures: Figures) -> None:
     """Table 1 of the paper (Wijmans et al. 2024): 1 MB for the loss, and 1,164 MB with gradients, which take 1,161."""
     (forward, both, after), _ = figures(LOSS, "measured(linear_cross_entropy, 8192, 2304, 256_000)")

@@ -5,6 +5,7 @@ Libraries that look whether a package is there, to choose another path, still fi
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from memsize.processes.patches import LatePatches, wrapping
 from memsize.processes.user_code import is_library
 from memsize.virtual.packages import (
     apex,
+    bitsandbytes,
     flash_attn,
     flash_attn_3,
     inference_servers,
@@ -44,6 +46,7 @@ _MODULES: Final[Mapping[str, Mapping[str, Any]]] = {
     **linear_losses.MODULES,
     **liger.MODULES,
     **apex.MODULES,
+    **bitsandbytes.MODULES,
     **xformers.MODULES,
     **inference_servers.MODULES,
 }
@@ -206,6 +209,9 @@ class _SimulatedLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module).update(_MODULES[module.__name__])
+        for name in _MODULES if module.__name__ == "bitsandbytes" else ():  # which imports its own modules
+            if name.rpartition(".")[0] == module.__name__:
+                importlib.import_module(name)
 
 
 def _is_imported_by_script(kernels: bool) -> bool:

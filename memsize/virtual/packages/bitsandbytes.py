@@ -1,0 +1,421 @@
+"""bitsandbytes 0.50: linear layers with weights of 4 and 8 bits, and optimizers with states of 8 bits or in pages.
+
+Source: bitsandbytes 0.50.2, `nn/modules.py`, `functional.py`, `autograd/_functions.py`, and `optim/optimizer.py`. What
+its ops allocate is in `memsize.kernels.bitsandbytes`, for the installed package. As there, products of five rows or
+more unpack a 4-bit weight, and activations have no outliers. Known limit: transformers looks for the installed package
+before it loads a model with a `BitsAndBytesConfig`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor, nn
+
+from memsize.kernels.bitsandbytes import FUSED_ROWS
+
+_BLOCK: Final = 64
+"""Weights that share a maximum."""
+_BLOCK_OF_STATE: Final = 256
+"""Elements of an optimizer's state, or maxima under double quantization, that share one."""
+_SMALLEST: Final = 4096
+"""Elements of a parameter from which its state has 8 bits."""
+_PAGED_FROM: Final = 100_000
+"""Elements of a parameter from which its state is in pages."""
+
+
+def _functional() -> Any:
+    return sys.modules["bitsandbytes.functional"]
+
+
+def _codes_of(device: torch.device) -> Tensor:
+    """The values of 8-bit codes on the GPU, which the library makes once."""
+    by_name: dict[str, Tensor] = vars(_functional()).setdefault("name2qmap", {})
+    if "dynamic" not in by_name:
+        by_name["dynamic"] = torch.zeros(256, device=device)
+    return by_name["dynamic"]
+
+
+# -- weights of 4 bits -------------------------------------------------------------------------------------------------
+
+
+class QuantState(SimpleNamespace):
+    """The tensors that unpack a weight: maxima of blocks, their state under double quantization, and 16 values."""
+
+    absmax: Tensor
+    state2: QuantState | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def to(self, device: Any) -> None:
+        """Move its tensors."""
+        for name, value in vars(self).items():
+            if isinstance(value, QuantState):
+                value.to(device)
+            elif isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+
+
+def _packed(weight: Tensor, nested: bool, storage: torch.dtype, kind: str) -> tuple[Tensor, QuantState]:
+    device, size = weight.device, weight.numel()
+    packed = torch.empty(((size + 1) // (2 * storage.itemsize), 1), dtype=storage, device=device)
+    maxima = torch.empty(-(-size // _BLOCK), dtype=torch.float32, device=device)
+    options: dict[str, Any] = {"shape": weight.shape, "dtype": weight.dtype, "blocksize": _BLOCK, "quant_type": kind}
+    values = torch.zeros(16, device=device)
+    values.div_(values.abs().max())
+    if not nested:
+        return packed, QuantState(absmax=maxima, code=values, offset=None, state2=None, nested=False, **options)
+    mean = maxima.mean()
+    shifted, codes = maxima - mean, _codes_of(device)
+    outer = torch.empty(-(-len(maxima) // _BLOCK_OF_STATE), dtype=torch.float32, device=device)
+    state2 = QuantState(absmax=outer, code=codes.clone(), blocksize=_BLOCK_OF_STATE, dtype=torch.float32)
+    of_maxima = torch.empty_like(shifted, dtype=torch.uint8)
+    return packed, QuantState(absmax=of_maxima, code=values, offset=mean, state2=state2, nested=True, **options)
+
+
+def _unpacked(state: QuantState, dtype: torch.dtype) -> Tensor:
+    maxima = torch.empty_like(state.absmax, dtype=torch.float32) if state.state2 is not None else None
+    weight = state.absmax.new_empty(state.shape, dtype=dtype)
+    del maxima
+    return weight
+
+
+class Params4bit(nn.Parameter):
+    """A weight that is packed when it is moved to the GPU."""
+
+    quant_state: QuantState | None
+    bnb_quantized: bool
+    compress_statistics: bool
+    quant_type: str
+    quant_storage: torch.dtype
+    module: Any
+
+    def __new__(
+        cls,
+        data: Tensor | None = None,
+        requires_grad: bool = False,
+        quant_state: QuantState | None = None,
+        blocksize: int | None = None,
+        compress_statistics: bool = True,
+        quant_type: str = "fp4",
+        quant_storage: torch.dtype = torch.uint8,
+        module: Any = None,
+        bnb_quantized: bool = False,
+        **_: Any,
+    ) -> Self:
+        self = torch.Tensor._make_subclass(cls, torch.empty(0) if data is None else data, requires_grad)
+        self.quant_state, self.bnb_quantized, self.module = quant_state, bnb_quantized, module
+        self.compress_statistics, self.quant_type, self.quant_storage = compress_statistics, quant_type, quant_storage
+        return self
+
+    def cuda(self, device: Any = None, non_blocking: bool = False) -> Any:  # type: ignore[override]
+        return self.to("cuda" if device is None else device)
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **options)
+        if device is None or device.type == "meta" or self.bnb_quantized:
+            if self.quant_state is not None and device is not None:
+                self.quant_state.to(device)
+            other = Params4bit(super().to(device=device, dtype=dtype), self.requires_grad)
+            vars(other).update(vars(self))
+            return other
+        weight = self.data.contiguous().to(device)
+        nested = self.compress_statistics
+        self.data, self.quant_state = _packed(weight, nested, self.quant_storage, self.quant_type)
+        self.bnb_quantized = True
+        return self
+
+
+class _Product4bit(torch.autograd.Function):
+    """A product with a packed weight, which is unpacked again for the gradient of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: QuantState) -> Tensor:
+        ctx.state, ctx.bias_dtype = state, None if bias is None else bias.dtype
+        out = x.new_empty((*x.shape[:-1], state.shape[0]))
+        if x.numel() > FUSED_ROWS * x.shape[-1]:
+            _unpacked(state, x.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        of_bias = gradient.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.matmul(gradient, _unpacked(ctx.state, ctx.state.dtype).to(gradient.dtype))
+        return of_x, None, of_bias, None
+
+
+class Linear4bit(nn.Linear):
+    """A linear layer whose weight has 4 bits once it is on the GPU."""
+
+    def __init__(
+        self,
+        input_features: int,
+        output_features: int,
+        bias: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        compress_statistics: bool = True,
+        quant_type: str = "fp4",
+        quant_storage: torch.dtype = torch.uint8,
+        device: Any = None,
+    ) -> None:
+        super().__init__(input_features, output_features, bias, device)
+        options: dict[str, Any] = {"quant_type": quant_type, "quant_storage": quant_storage, "module": self}
+        self.weight = Params4bit(self.weight.data, compress_statistics=compress_statistics, **options)
+        self.compute_dtype = compute_dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        state = getattr(self.weight, "quant_state", None)
+        if state is None:
+            raise RuntimeError("the weight is not quantized: call .cuda() or .to(device) on the layer first")
+        if self.compute_dtype is None and input.dtype is not torch.float16:
+            self.compute_dtype = input.dtype
+        x = input.to(self.compute_dtype or input.dtype)
+        bias = None
+        if self.bias is not None:
+            if self.bias.dtype != x.dtype:
+                self.bias.data = self.bias.data.to(x.dtype)
+            bias = self.bias
+        return _Product4bit.apply(x, self.weight, bias, state).to(input.dtype)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _of_kind(name: str) -> type[Linear4bit]:
+    def initialize(self: Any, *args: Any, **options: Any) -> None:
+        Linear4bit.__init__(self, *args, **options | {"quant_type": name.removeprefix("Linear").lower()})
+
+    return type(name, (Linear4bit,), {"__init__": initialize})
+
+
+# -- weights of 8 bits -------------------------------------------------------------------------------------------------
+
+
+def _rows_in_int8(half: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor]:
+    """The values of a matrix in int8, and a scale for each row; a `threshold` is compared with all absolute values."""
+    if threshold:
+        half.abs().ge(threshold)
+    return torch.empty_like(half, dtype=torch.int8), half.new_empty((len(half),), dtype=torch.float32)
+
+
+class Int8Params(nn.Parameter):
+    """A weight that is moved to the GPU in int8, unless it keeps its 16 bits."""
+
+    CB: Tensor | None
+    SCB: Tensor | None
+    has_fp16_weights: bool
+
+    def __new__(
+        cls,
+        data: Tensor | None = None,
+        requires_grad: bool = True,
+        has_fp16_weights: bool = False,
+        CB: Tensor | None = None,  # noqa: N803
+        SCB: Tensor | None = None,  # noqa: N803
+        **_: Any,
+    ) -> Self:
+        self = torch.Tensor._make_subclass(cls, torch.empty(0) if data is None else data, requires_grad)
+        self.CB, self.SCB, self.has_fp16_weights = CB, SCB, has_fp16_weights
+        return self
+
+    def cuda(self, device: Any = None, non_blocking: bool = False) -> Any:  # type: ignore[override]
+        return self.to("cuda" if device is None else device)
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **options)
+        is_moved = device is not None and device.type != "meta" and self.data.device.type == "cpu"
+        if is_moved and self.data.dtype != torch.int8 and not self.has_fp16_weights:
+            half = self.data.contiguous().to(device=device, dtype=torch.float16)
+            self.data, self.SCB = _rows_in_int8(half)
+            self.CB = self.data
+            return self
+        moved = super().to(device=device, dtype=dtype)
+        if is_moved and self.has_fp16_weights and self.data.dtype != torch.int8:
+            return moved
+        other = Int8Params(moved, self.requires_grad, self.has_fp16_weights)
+        if self.data.dtype == torch.int8:
+            other.CB, other.SCB = other.data, None if self.SCB is None else self.SCB.to(device)
+        return other
+
+
+class MatmulLtState:
+    """The part of a layer's weight that stays from call to call."""
+
+    CB: Tensor | None = None
+    SCB: Tensor | None = None
+    threshold = 0.0
+    has_fp16_weights = True
+
+
+class _Product8bit(torch.autograd.Function):
+    """A product in int8 whose input is kept; the weight is cast to the input's dtype for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: MatmulLtState) -> Tensor:
+        ctx.shape, ctx.state, ctx.bias_dtype = x.shape, state, None if bias is None else bias.dtype
+        rows = x.reshape(-1, x.shape[-1]) if x.dim() == 3 else x
+        values, scales = _rows_in_int8(rows.to(torch.float16), state.threshold)
+        by_column = None
+        if ctx.needs_input_grad[1]:
+            by_column = torch.empty_like(values), scales.new_empty((values.shape[1],))
+        if state.has_fp16_weights or state.CB is None:
+            state.CB = state.SCB = None
+            state.CB, state.SCB = _rows_in_int8(weight.to(torch.float16))
+        assert state.CB is not None
+        product = rows.new_empty((len(rows), len(state.CB)), dtype=torch.int32)
+        out = torch.empty_like(product, dtype=x.dtype)
+        if any(ctx.needs_input_grad[:2]):
+            ctx.tensors = (by_column, rows)
+        return out.reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        state, dtype = ctx.state, ctx.tensors[1].dtype
+        of_bias = gradient.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        if gradient.dim() == 3:
+            gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
+        of_weight = of_x = None
+        if ctx.needs_input_grad[1]:
+            half = gradient.to(torch.float16)
+            both = (_rows_in_int8(half), torch.empty_like(half, dtype=torch.int8))
+            turned = both[0][0].t().contiguous()
+            product = turned.new_empty((len(turned), ctx.shape[-1]), dtype=torch.int32)
+            of_weight = torch.empty_like(product, dtype=torch.float16)
+            del half, both, turned, product
+        if ctx.needs_input_grad[0]:
+            weight = state.CB.to(dtype, copy=True).mul_(state.SCB.unsqueeze(1).mul(1.0 / 127.0))
+            of_x = torch.matmul(gradient.to(dtype), weight).view(ctx.shape)
+        return of_x, of_weight, of_bias, None
+
+
+class Linear8bitLt(nn.Linear):
+    """A linear layer that multiplies in int8."""
+
+    def __init__(
+        self,
+        input_features: int,
+        output_features: int,
+        bias: bool = True,
+        has_fp16_weights: bool = True,
+        threshold: float = 0.0,
+        index: Any = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__(input_features, output_features, bias, device)
+        self.state = MatmulLtState()
+        self.state.threshold, self.state.has_fp16_weights = threshold, has_fp16_weights
+        self.weight = Int8Params(self.weight.data, has_fp16_weights, has_fp16_weights)
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if getattr(weight, "CB", None) is not None:
+            self.state.CB, self.state.SCB = weight.CB, weight.SCB
+            weight.CB = weight.SCB = None
+        if self.bias is not None and self.bias.dtype != input.dtype:
+            self.bias.data = self.bias.data.to(input.dtype)
+        out: Tensor = _Product8bit.apply(input, weight, self.bias, self.state)  # type: ignore[no-untyped-call]
+        if not self.state.has_fp16_weights and self.state.CB is not None:
+            weight.data = self.state.CB
+        return out
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+class _Optimizer(torch.optim.Optimizer):
+    """One or two states of each parameter, of 8 bits with a float32 maximum for each block; kernels work in place."""
+
+    states = 2
+    first_states = 1
+    """Tensors in the first state."""
+    bits = 32
+    paged = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *_: Any,
+        optim_bits: int | None = None,
+        min_8bit_size: int = _SMALLEST,
+        is_paged: bool | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, {"lr": lr, **options})
+        self.bits = optim_bits or self.bits
+        self.is_paged, self._smallest = self.paged if is_paged is None else is_paged, min_8bit_size
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update in place."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    self._begin(parameter, self.state[parameter])
+        return loss
+
+    def _begin(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        state["step"] = 0
+        is_small = self.bits == 32 or parameter.numel() < self._smallest
+        blocks = -(-parameter.numel() // _BLOCK_OF_STATE)
+        for number in range(1, self.states + 1):
+            several = (self.first_states,) if number == 1 and self.first_states > 1 else ()
+            dtype = torch.float32 if is_small else torch.uint8
+            state[f"state{number}"] = self._buffer(parameter, (*several, *parameter.shape), dtype)
+            if not is_small:
+                state[f"qmap{number}"] = self._codes(f"of state {number}", parameter.device)
+                state[f"absmax{number}"] = parameter.new_zeros((*several, blocks), dtype=torch.float32)
+
+    def _codes(self, name: str, device: torch.device) -> Tensor:
+        codes: dict[str, Tensor] = vars(self).setdefault("_maps", {})
+        if name not in codes:
+            codes[name] = torch.zeros(256, device=device)
+        return codes[name]
+
+    def _buffer(self, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.is_paged and parameter.numel() >= _PAGED_FROM:
+            paged: Tensor = _functional().get_paged(*shape, dtype=dtype, device=parameter.device)
+            return paged
+        return parameter.new_zeros(shape, dtype=dtype)
+
+
+def _optimizers(name: str, paged: bool, states: int = 2, first_states: int = 1) -> dict[str, type[_Optimizer]]:
+    """The classes of an optimizer by their names: of either number of bits, in pages and not."""
+    classes: dict[str, type[_Optimizer]] = {}
+    for prefix in ("", "Paged")[: 1 + paged]:
+        for suffix, bits in {"": 32, "8bit": 8, "32bit": 32}.items():
+            traits = {"states": states, "first_states": first_states, "bits": bits, "paged": bool(prefix)}
+            classes[prefix + name + suffix] = type(prefix + name + suffix, (_Optimizer,), traits)
+    return classes
+
+
+_OPTIMIZERS: Final = {
+    **_optimizers("Adam", paged=True),
+    **_optimizers("AdamW", paged=True),
+    **_optimizers("LAMB", paged=False),
+    **_optimizers("AdEMAMix", paged=True, first_states=2),
+    **_optimizers("Lion", paged=True, states=1),
+    **_optimizers("RMSprop", paged=False, states=1),
+    **_optimizers("Adagrad", paged=False, states=1),
+    **_optimizers("LARS", paged=False, states=1),
+    **_optimizers("SGD", paged=False, states=1),
+}
+_CLASSES: Final = (Params4bit, Linear4bit, _of_kind("LinearNF4"), _of_kind("LinearFP4"), Int8Params, Linear8bitLt)
+_LAYERS: Final = {cls.__name__: cls for cls in _CLASSES}
+MODULES: Final[dict[str, dict[str, Any]]] = {
+    "bitsandbytes": {"__version__": "0.50.2", "MatmulLtState": MatmulLtState},
+    # Pages are the host's, whose memory is counted where this module is patched.
+    "bitsandbytes.functional": {"QuantState": QuantState, **dict.fromkeys(("get_paged", "fill", "prefetch_tensor"))},
+    "bitsandbytes.nn": _LAYERS,
+    "bitsandbytes.nn.modules": _LAYERS,
+    "bitsandbytes.optim": _OPTIMIZERS,
+}
