@@ -102,7 +102,7 @@ def first_and_next(
         runner = Runner(*request.run)
         first = runner.run(proof, SCENARIOS["as-given"])
         if workload.proof is not None:  # as if so many had been made that short runs are worth it for any model
-            runner.short_runs.whole_runs[workload.proof.kind] = 10
+            runner.short_runs.whole_runs[workload.proof.kind] = 100
         return first, runner.run(workload, SCENARIOS[scenario])
 
 
