@@ -108,7 +108,7 @@ def pieces(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Te
     if is_simple(tensor):
         yield name, tensor
         return
-    if is_lazy(tensor):
+    if has_no_shape(tensor):
         return
     for inner, value in _inner(tensor):
         full = f"{name}.{inner}" if name and inner else name or inner
@@ -128,6 +128,11 @@ def is_simple(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is its own single piece, as nearly all are; decided cheaply."""
     plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
     return plain and not tensor.is_quantized and not tensor.is_nested
+
+
+def has_no_shape(tensor: torch.Tensor | None) -> bool:
+    """Whether `tensor` is a lazy parameter or buffer that is not initialised; decided cheaply where it is ordinary."""
+    return type(tensor) not in PLAIN_TYPES and tensor is not None and is_lazy(tensor)
 
 
 def _inner(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -257,14 +262,16 @@ class _NamedTensor(NamedTuple):
 
 def _row(entry: _NamedTensor, shares: _Shares) -> StoredTensor:
     tensor = entry.tensor
-    lazy, total = is_lazy(tensor), sum(shares.owned)
+    lazy, total = has_no_shape(tensor), sum(shares.owned)
     elements = 0 if lazy else tensor.numel() * _PAIRED.get(dtype_name(tensor.dtype), 1)
     # bitsandbytes packs two elements a byte, and keeps the original shape beside them.
     original = None if type(tensor) in PLAIN_TYPES else getattr(vars(tensor).get("quant_state"), "shape", None)
     if original is not None and not lazy:
         elements = math.prod(original)
-    named = zip(shares.pieces, shares.owned, strict=True)
-    parts = (StoredPart(name or "data", spec_of(piece), owned) for (name, piece), owned in named)
+    parts: tuple[StoredPart, ...] = ()
+    if len(shares.pieces) > 1 or is_wrapper(tensor):
+        named = zip(shares.pieces, shares.owned, strict=True)
+        parts = tuple(StoredPart(name or "data", spec_of(piece), owned) for (name, piece), owned in named)
     return StoredTensor(
         entry.name,
         entry.kind,
@@ -276,7 +283,7 @@ def _row(entry: _NamedTensor, shares: _Shares) -> StoredTensor:
         trainable=entry.kind == "parameter" and tensor.requires_grad,
         tied_to=shares.shared_with if total == 0 else None,
         wrapper=entry.packed or wrapper_name(tensor),
-        parts=tuple(parts) if len(shares.pieces) > 1 or is_wrapper(tensor) else (),
+        parts=parts,
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.depth.likeness import behavior_of
@@ -18,7 +18,7 @@ from memsize.kernels.semantics import CUDNN, Semantics
 from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.restored_globals import restored_globals
-from memsize.model.tensor_storage import plain_tensors, stored_tensors
+from memsize.model.tensor_storage import has_no_shape, plain_tensors, stored_tensors
 from memsize.precision.recipes import RunPrecision
 from memsize.processes.simulation import Function, Override, ThreadPatches, current_part
 from memsize.records.roles import Role
@@ -246,7 +246,7 @@ class Run:
                 ("buffer", seen.module._buffers),
             )
             for role, (name, tensor) in ((role, item) for role, own in roles for item in own.items()):
-                if tensor is not None and not is_lazy(tensor):
+                if tensor is not None and not has_no_shape(tensor):
                     size = sizes.get(f"{seen.path}.{name}" if seen.path else name) if role == "parameter" else None
                     for piece in plain_tensors(tensor):
                         ledger.enter(piece, role, size=size)
@@ -289,11 +289,8 @@ def wants_shapes(model: nn.Module) -> bool:
     """Whether a parameter or buffer has no shape yet. Checked before every run, so without `parameters()`, which looks
     for ties.
     """
-    for module in paths_of(model):
-        for own in (module._parameters, module._buffers):
-            if any(tensor is not None and is_lazy(tensor) for tensor in own.values()):
-                return True
-    return False
+    tensors = (own.values() for module in paths_of(model) for own in (module._parameters, module._buffers) if own)
+    return any(map(has_no_shape, chain.from_iterable(tensors)))
 
 
 def layer_rows(
