@@ -38,13 +38,13 @@ def peaks(measured: Sequence[Row]) -> Mapping[str, int]:
     triton = _Triton()
     _probe()
     for count in [EXPERTS] if swept == "T" else values:
-        forward, _ = _fused(TOKENS, count, triton)
+        forward = _fused(TOKENS, count, triton)
         forward().sum().backward()
-        del forward, _
+        del forward
     for mode, setup, value in _order(values):
-        _time(mode, *setup(*sizes[value], triton))
+        _time(mode, setup(*sizes[value], triton))
     taken = {
-        (mode, value): _peak(mode, setup(*sizes[value], triton)[0])
+        (mode, value): _peak(mode, setup(*sizes[value], triton))
         for mode, setup, value in _order(values)
         if setup is _eager
     }
@@ -74,10 +74,9 @@ class _Triton:
 
 
 def _probe() -> None:
-    forward, _ = _eager(TOKENS, EXPERTS)
-    output = forward()
+    output = _eager(TOKENS, EXPERTS)()
     output.backward(torch.randn_like(output))
-    del forward, _, output
+    del output
     torch.cuda.empty_cache()
 
 
@@ -97,17 +96,11 @@ def passes(forward: Forward, mode: str) -> Callable[[], object]:
     return full
 
 
-def _time(mode: str, forward: Forward, leaves: Sequence[Tensor]) -> None:
-    """As ``triton.testing.do_bench``: a call, the buffer, calls that add to the gradients, and calls without any."""
+def _time(mode: str, forward: Forward) -> None:
+    """What ``triton.testing.do_bench`` leaves: a call and its buffer. Its other calls take and free the same blocks."""
     call = passes(forward, mode)
     call()
-    buffer = _Triton.buffer()
-    call()
-    for _ in range(2):
-        for leaf in leaves:
-            leaf.grad = None
-        call()
-    del buffer
+    _Triton.buffer()
 
 
 def _peak(mode: str, forward: Forward) -> int:
@@ -133,10 +126,10 @@ def _inputs(tokens: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     return x, gates_and_ups, downs, index, weights
 
 
-def _eager(tokens: int, count: int, _: object = None) -> tuple[Forward, Sequence[Tensor]]:
+def _eager(tokens: int, count: int, _: object = None) -> Forward:
     x, gates_and_ups, downs, index, weights = _inputs(tokens, count)
     loads = _loads(tokens, count)
-    return lambda: _one_by_one(x, gates_and_ups, downs, index, weights, loads), (x, gates_and_ups, downs, weights)
+    return lambda: _one_by_one(x, gates_and_ups, downs, index, weights, loads)
 
 
 def _one_by_one(
@@ -166,7 +159,7 @@ def _one_by_one(
     return result
 
 
-def _fused(tokens: int, count: int, triton: _Triton) -> tuple[Forward, Sequence[Tensor]]:
+def _fused(tokens: int, count: int, triton: _Triton) -> Forward:
     x, gates_and_ups, downs, index, weights = _inputs(tokens, count)
     tiles = sum(-(-load // _TILE) for load in _loads(tokens, count))
 
@@ -174,7 +167,7 @@ def _fused(tokens: int, count: int, triton: _Triton) -> tuple[Forward, Sequence[
         result: Tensor = _FusedExperts.apply(x, gates_and_ups, downs, index, weights, tiles, triton)
         return result
 
-    return forward, (x, gates_and_ups, downs, weights)
+    return forward
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
