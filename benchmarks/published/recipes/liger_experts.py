@@ -97,10 +97,12 @@ def passes(forward: Forward, mode: str) -> Callable[[], object]:
 
 
 def _time(mode: str, forward: Forward) -> None:
-    """What ``triton.testing.do_bench`` leaves: a call and its buffer. Its other calls take and free the same blocks."""
+    """What ``triton.testing.do_bench`` leaves: calls before and beside its buffer. More calls use the same blocks."""
     call = passes(forward, mode)
     call()
-    _Triton.buffer()
+    buffer = _Triton.buffer()
+    call()
+    del buffer
 
 
 def _peak(mode: str, forward: Forward) -> int:
