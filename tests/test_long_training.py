@@ -45,12 +45,7 @@ def test_repeated_steps_are_those_of_the_run() -> None:
             next(run)
             torch.cuda.empty_cache()
         run.close()
-    training = LongTraining(region.trace, RECORDED)
-    repeated = [training.record(step) for step in range(RECORDED)]
-    while len(repeated) < STEPS:
-        repeated += training.repeated(RECORDED - 1, min(EVALUATED - len(repeated) % EVALUATED, STEPS - len(repeated)))
-        if len(repeated) % EVALUATED == 0:
-            training.empty_cache()
+    repeated = LongTraining(region.trace, RECORDED).run((1, 2, 3), STEPS, EVALUATED)
     assert [level.reserved for level in repeated] == [level.reserved for level in levels]
     # Where the steps' blocks lie as before, the losses are not counted on: 512 B each.
     assert all(0 <= b.allocated - a.allocated <= 512 * STEPS for a, b in zip(repeated, levels, strict=True))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 import memsize
 from benchmarks.published.environments import ENVIRONMENTS, ready
-from benchmarks.published.recipes.long_training import Levels, LongTraining
+from benchmarks.published.recipes.long_training import LongTraining
 from benchmarks.published.rows import Row
 
 _MODEL: Final = {
@@ -70,23 +69,9 @@ def _run(name: str, gpu: str, stack: str) -> Mapping[str, int]:
     with memsize.virtual_gpu(gpu, stack=stack) as region:
         before, recorded = _record(name)
     last = RANKS_FINAL if recorded != RECORDED else 300 if name.startswith("full-finetuning") else STEPS
-    levels = _levels(LongTraining(region.trace, len(recorded)), recorded, last)
+    levels = LongTraining(region.trace, len(recorded)).run(recorded, last, EVALUATED)
     allocated = sum(level.allocated for level in levels[:EVALUATED]) // EVALUATED
     return {"allocated": allocated - before, "reserved": max(level.reserved for level in levels) - before}
-
-
-def _levels(training: LongTraining, recorded: Sequence[int], last: int) -> list[Levels]:
-    """After each step. An evaluation ends with an empty cache."""
-    stops = {*range(EVALUATED, last, EVALUATED), last, *(step - 1 for step in recorded[1:])}
-    levels: list[Levels] = []
-    for stop in sorted(stops):
-        latest = bisect_right(recorded, stop) - 1
-        if len(levels) + 1 in recorded:
-            levels.append(training.record(latest))
-        levels += training.repeated(latest, stop - len(levels))
-        if stop % EVALUATED == 0:
-            training.empty_cache()
-    return levels
 
 
 def _record(name: str) -> tuple[int, Sequence[int]]:

@@ -7,6 +7,7 @@ step, so that `reserved` may grow after hundreds of steps.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -58,6 +59,21 @@ class LongTraining:
             self._play(self._events[start:end])
             self.empty_cache()
             start = end
+
+    def run(self, recorded: Sequence[int], last: int, evaluated: int) -> list[Levels]:
+        """Return the levels after each step, 1 to `last`. Steps whose numbers are in `recorded`, such as the first, are
+        played as they are; others repeat the latest of these. The cache is emptied after every `evaluated` steps.
+        """
+        stops = {*range(evaluated, last, evaluated), last, *(step - 1 for step in recorded[1:])}
+        levels: list[Levels] = []
+        for stop in sorted(stops):
+            latest = bisect_right(recorded, stop) - 1
+            if len(levels) + 1 in recorded:
+                levels.append(self.record(latest))
+            levels += self.repeated(latest, stop - len(levels))
+            if stop % evaluated == 0:
+                self.empty_cache()
+        return levels
 
     def empty_cache(self) -> None:
         """Give back segments that no block uses."""
