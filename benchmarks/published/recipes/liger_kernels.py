@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from memsize.virtual.packages.linear_losses import LigerCrossEntropyLoss, LigerSwiGLUMLP
+from memsize.virtual.packages.liger import LigerCrossEntropyLoss, LigerSwiGLUMLP
 
 TOKENS: Final = 16_384
 
