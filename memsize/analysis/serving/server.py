@@ -426,7 +426,8 @@ _SPLITS: Final = 32
 
 def graph_memory(config: Any, captured: GraphSizes, kind: GraphEstimate, pool: Interval, card: Card) -> Interval:
     """Return the estimate for a model with the `config` of one GPU's part; `pool` are the segments of a step of the
-    largest captured size. Each full graph counts 1 MiB or more (`_MIN_PER_GRAPH_BYTES`).
+    largest captured size. Each graph that is not measured counts 1 MiB or more: each full one (`_MIN_PER_GRAPH_BYTES`),
+    and where the second is extrapolated all but the first of each mode.
     """
     generation, parts = card.capability[0], 0
     if generation == _HOPPER and not getattr(config, "kv_lora_rank", None):
@@ -434,5 +435,6 @@ def graph_memory(config: Any, captured: GraphSizes, kind: GraphEstimate, pool: I
         # Results of parts, in float32 (`out_accum` in hopper/flash_api.cpp).
         parts = _SPLITS * captured.largest_full * config.num_attention_heads * width * 4
     layers = (captured.piecewise + captured.full) * config.num_hidden_layers
-    least, most = (layers * size for size in _OF_LAYER[generation >= _HOPPER, kind])
-    return Interval(pool.low + parts + max(captured.full * MiB, least), 2 * (pool.high + parts) + most)
+    counted = captured.full if kind == "measured" else captured.piecewise - 1 + captured.full - 1
+    least, most = (max(counted * MiB, layers * size) for size in _OF_LAYER[generation >= _HOPPER, kind])
+    return Interval(pool.low + parts + least, 2 * (pool.high + parts) + most)
