@@ -64,6 +64,15 @@ def test_an_unknown_card_is_refused_with_the_nearest(name, nearest):
         card(name)
 
 
+@pytest.mark.parametrize("names", ["l4,a100", "t4, H100,l4"])
+def test_several_cards_where_one_is_simulated(names):
+    count = len(names.split(","))
+    with pytest.raises(InputError, match=f"'{names}' names {count} GPUs, and one is simulated here: memsize fit, "):
+        card(names)
+    with pytest.raises(InputError, match="no GPU 'l4,a1000' in the table: did you mean"):
+        card("l4,a1000")
+
+
 @pytest.mark.parametrize(("size", "gpu"), [("48GB", "L40S"), ("15109 MiB", "Tesla T4"), ("0.5tb", "Apple 512GB")])
 def test_a_size_is_no_card_and_the_nearest_ones_are_named(size, gpu):
     with pytest.raises(

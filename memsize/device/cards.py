@@ -135,5 +135,11 @@ def card(name: str) -> Card:
         raise InputError(
             f"{quoted(name)} is a size, not a GPU: did you mean {', '.join(closest)}? memsize fit has --budget"
         )
+    names = [part for part in name.split(",") if part.strip()]
+    if len(names) > 1 and all(_key(part) in _BY_KEY for part in names):
+        raise InputError(
+            f"{quoted(name)} names {len(names)} GPUs, and one is simulated here: memsize fit, fit-script and sweep "
+            "compare several"
+        )
     near = nearest(key, {key: gpu.name for key, gpu in _BY_KEY.items()}, most=4)
     raise UnknownInputError("GPU", name, CARDS, near=near, problem=f"no GPU {quoted(name)} in the table")
