@@ -329,6 +329,11 @@ def test_the_command_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         ("sweep --hel", "no such option '--hel': did you mean --help, --scheduler? (memsize sweep --help)"),
         ("sweep a.toml --zzz", "no such option '--zzz' (memsize sweep --help)"),
+        (
+            "fit-script a.py --vary-argument bs --gpu t4",
+            "--vary-argument is missing (the argument of the script to vary: batch-size for --batch-size 8 or "
+            "batch_size=8); give options before the script: memsize fit-script --vary-argument … a.py …",
+        ),
         ("report a.py:A --train --gpu t4", "--train has no value: --gpu follows it (memsize report --help)"),
         ("run --gpu t4 python3 train.py", "no such script: python3 (give the script itself, without python)"),
     ):

@@ -233,6 +233,12 @@ def test_the_verdict_is_short_and_why_says_all() -> None:
     ]
     (reasons,) = told.reasons()
     assert isinstance(reasons, Findings) and reasons.findings == PROGRAM_RULES.findings(run)
+    # In 10,000 steps a hundredth of a T4, 156 MB, is 15,636 bytes each.
+    for bytes_per_step, codes in ((16_000, {"run-fits", "run-grows"}), (15_000, {"run-fits"})):
+        run = replace(found, growth=Growth(bytes_per_step, "net.py:12", None))
+        told = document(replace(run, findings=PROGRAM_RULES.findings(run)))
+        assert {finding.code for finding in told.verdict()} == codes
+        assert {finding.code for finding in told.findings} == {"run-fits", "run-grows"}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ commands that answer an agent's next question."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
@@ -66,7 +66,14 @@ def command(
                 output_values = {str(option.name): values.pop(str(option.name)) for option in outputs}
                 values["output"] = destination(formats={**formats, **IMAGES, "agent": ()}, **output_values)
             chosen = {key: values.pop(key) for key in options_of(request) if key in values}
-            return function(request_of(request, chosen), **values)
+            try:
+                wanted = request_of(request, chosen)
+            except InputError as error:
+                if options := misplaced(chosen.get("arguments", ())):
+                    hint = f"memsize {name} {options[0]} … {chosen['script']} …"
+                    raise InputError(f"{error}; give options before the script: {hint}") from None
+                raise
+            return function(wanted, **values)
 
         params = [*parameters(request), *also, *outputs, _DEBUG]
         built = RequestCommand(name, params=params, callback=run, help=function.__doc__, **settings)
@@ -74,6 +81,13 @@ def command(
         return built
 
     return decorate
+
+
+def misplaced(arguments: Iterable[str]) -> list[str]:
+    """Return the arguments of the script that are options of this command: these come before the script."""
+    own = {flag for parameter in click.get_current_context().command.params for flag in parameter.opts}
+    names = (argument.partition("=")[0] for argument in arguments)
+    return [name for name in names if name.startswith("--") and name in own]
 
 
 def answer(

@@ -12,9 +12,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-import click
-
-from memsize.cli.command import WITH_SNAPSHOT, command, is_saved
+from memsize.cli.command import WITH_SNAPSHOT, command, is_saved, misplaced
 from memsize.cli.output import Destination
 from memsize.cli.working import Progress, interrupts_raised, say, working
 from memsize.errors import InputError
@@ -91,7 +89,7 @@ def _run_one(request: RunRequest, output: Destination) -> int:
         raise error
     if isinstance(error, SystemExit) and not answer.trace.events:
         if error.code == _USAGE_ERROR:
-            _warn_of_options(request, _misplaced(request))
+            _warn_of_options(request, misplaced(request.arguments))
         return _status(error)
     if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
         from memsize.processes.user_code import shown_as_python_would
@@ -101,7 +99,7 @@ def _run_one(request: RunRequest, output: Destination) -> int:
     _answer(answer, output)
     if not request.module:
         source = Path(request.script).read_text(errors="replace")
-        _warn_of_options(request, [name for name in _misplaced(request) if name.strip("-") not in source])
+        _warn_of_options(request, [name for name in misplaced(request.arguments) if name.strip("-") not in source])
     return _status(error)
 
 
@@ -112,13 +110,6 @@ def _warn_of_options(request: RunRequest, options: list[str]) -> None:
             f"memsize: the script got {', '.join(options)}. If meant for memsize, give options before the script: "
             f"memsize run {options[0]} … {request.script} …"
         )
-
-
-def _misplaced(request: RunRequest) -> list[str]:
-    """Return the arguments of the script that are options of this command: these come before the script."""
-    own = {flag for parameter in click.get_current_context().command.params for flag in parameter.opts}
-    names = (argument.partition("=")[0] for argument in request.arguments)
-    return [name for name in names if name.startswith("--") and name in own]
 
 
 def _status(error: BaseException | None) -> int:

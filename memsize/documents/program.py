@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import config_of
-from memsize.documents import Document, findings_data, plain, values_of
+from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, values_of
 from memsize.documents.sections import (
     Bars,
     Chart,
@@ -26,6 +26,7 @@ from memsize.documents.sections import (
 from memsize.documents.shared import collective_tables, listed, role_part, stream_tables, versions
 from memsize.documents.timeline import alive_table, course_table
 from memsize.records.fields import Label, role_fields
+from memsize.records.finding import Finding
 from memsize.records.program import (
     CHILD_FIELDS,
     HOST_FIELDS,
@@ -43,6 +44,9 @@ SCHEMA: Final = "memsize.program/1"
 RANKS_SCHEMA: Final = "memsize.ranks/1"
 _LINES: Final = 5
 """The most lines shown for one assumption."""
+_MANY_STEPS: Final = 10_000
+_GROWS_FROM: Final = 0.01
+"""The part of the GPU that growth takes in as many steps, from which it is in the verdict; less is a reason only."""
 _TOLD_OF_ALL: Final = ("run-out-of-memory", "run-fits")
 """Codes of findings that are left out for a single rank, since the findings about all ranks cover them."""
 
@@ -67,6 +71,11 @@ class ProgramDocument(Document[ProgramRun]):
         strip = ((memory,),) if peak.requested else ()
         title = Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",), *strip))
         return (title, *self.opening(), *self.reasons(), *self.inside())
+
+    def verdict(self) -> tuple[Finding, ...]:
+        least = _GROWS_FROM * self.answer.card.bytes / _MANY_STEPS
+        grown = [finding for finding in self.findings if finding.code != "run-grows" or (finding.bytes or 0) >= least]
+        return tuple(grown)[:MOST_SENTENCES]
 
     def inside(self) -> tuple[Section, ...]:
         """The sections behind the verdict: phases, modules, collectives, streams, tensors, processes and notes."""
