@@ -307,3 +307,49 @@ def test_ranks_that_choose_no_gpu_share_the_first(tmp_path: Path, before: str, a
     assert shared.bytes == 4 * run.peak.device.high and "all 4 ranks put their tensors on cuda:0" in shared.text()
     with pytest.raises(memsize.ForwardError, match="Rank 3 puts a tensor on cuda:0, the GPU of another rank"):
         ran(tmp_path, UNCHOSEN.format(before, after), gpus=4, rank=3)
+
+
+BY_HAND = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.cache = nn.Linear(256, 4096), None
+
+    def forward(self, x):
+        y = self.body(x)
+        if {caches} and not self.training:
+            self.cache = y if self.cache is None else torch.cat((self.cache, y))
+        return y
+
+model = Net().cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for number in range(3):
+    model(torch.randn(64, 256, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+results = []
+with torch.no_grad():
+    for number in range(12):
+        y = model(torch.randn(64, 256, device="cuda"))
+        {after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("caches", "after", "per_batch"),
+    [
+        (False, "results.append(y)", 64 * 4096 * 4),
+        (False, "results.append(y.argmax(1).cpu())", 0),
+        (True, "results.append(y.argmax(1).cpu())", 0),  # one cache, which grows, as that of a generation
+    ],
+)
+def test_an_evaluation_by_hand_that_keeps_its_results(tmp_path: Path, caches: bool, after: str, per_batch: int) -> None:
+    run = ran(tmp_path, BY_HAND.format(caches=caches, after=after))
+    assert run.failure is None and run.after is not None
+    assert run.after.per_batch == per_batch and run.after.of is None
+    text = f"each batch leaves {64 * 4096 * 4 >> 20}.00 MiB on the GPU" if per_batch else ""
+    assert text in sentence(run, "run-evaluation-grows") and bool(text) == bool(sentence(run, "run-evaluation-grows"))

@@ -6,7 +6,7 @@ forward of training stops the program. A loader of an evaluation ends after `BAT
 shows what all would.
 
 Known limits: a loop that counts its steps itself, or has no `torch.utils.data.DataLoader`, evaluates only where it
-would anyway. Lightning validates at the end of a whole epoch, and before the first step.
+would anyway, with all of its batches. Lightning validates at the end of a whole epoch, and before the first step.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class AfterSteps:
         self._training = weakref.WeakSet[Any]()
         """The iterators of loaders that had a batch for the steps."""
         self._evaluating = weakref.WeakKeyDictionary[Any, Evaluated]()
-        self._forwards = 0
+        self._forwards: list[int] = []
+        """The events before each forward without gradients that followed the steps."""
         self._steps_to_come = 0
 
     # -- when to stop -------------------------------------------------------------------------------------------------
@@ -102,8 +103,8 @@ class AfterSteps:
         if not self._steps.over:
             return
         self._begin()
-        self._forwards += not training
-        if not self._goes_on or (training and not self._steps_to_come) or self._forwards > _MOST_FORWARDS:
+        self._forwards += [] if training else [len(self._ledger.events)]
+        if not self._goes_on or (training and not self._steps_to_come) or len(self._forwards) > _MOST_FORWARDS:
             self._stop()
 
     def before_step(self) -> None:
@@ -171,8 +172,9 @@ class AfterSteps:
         if (error := self.failure) is not None:
             failure = f"{type(error).__name__}: {first_line(error)}"
             record = record._replace(failure=failure, failed_at=failing_line(error))
-        evaluated = max(self.evaluations, key=lambda evaluated: len(evaluated.marks), default=None)
-        if not evaluating or evaluated is None:
+        by_hand = Evaluated(self._forwards, None)  # in a loop without a loader, each forward has a batch of its own
+        evaluated = max(self.evaluations, key=lambda evaluated: len(evaluated.marks), default=by_hand)
+        if not evaluating or (evaluated is by_hand and not _each_leaves_some(trace, levels, by_hand.marks)):
             return record
         batches = min(len(evaluated.marks), BATCHES)
         per_batch, line = _growth(trace, levels, evaluated.marks)
@@ -264,6 +266,25 @@ def _by_end_of_epoch(error: BaseException) -> bool:
 
 def _is_evaluation(trace: Trace, index: int) -> bool:
     return split_phase(trace.phases[trace.events[index].phase])[0] == "evaluation"
+
+
+def _each_leaves_some(trace: Trace, levels: Sequence[int], marks: Sequence[int]) -> bool:
+    """Whether half of the growth between any two forwards, at least, is memory that was allocated between them.
+
+    A KV cache that is copied to a larger one for each token grows too, but only the last copy is alive.
+    """
+    if len(marks) < 2 or not 0 < marks[-1] <= len(levels):
+        return False
+    living = alive(trace, marks[-1] - 1)
+    left = [0] * len(levels)
+    for index, event in enumerate(trace.events):
+        if event.delta > 0 and event.storage in living:
+            left[index] = event.delta
+    return all(
+        2 * sum(left[first:second]) >= levels[second - 1] - levels[first - 1]
+        for first, second in pairwise(marks[1:])
+        if first > 0
+    )
 
 
 def _growth(trace: Trace, levels: Sequence[int], marks: Sequence[int]) -> tuple[int, str | None]:
