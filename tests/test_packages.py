@@ -95,6 +95,33 @@ def test_liger_leaves_out_the_gradient_of_a_frozen_head(figures: Figures) -> Non
     assert after == 2 * TOKENS * WIDTH + 512
 
 
+def test_liger_makes_the_gradients_of_separate_losses_in_the_backward(figures: Figures) -> None:
+    head = LOSS + "\ndef separate(hidden, weight, target):\n"
+    head += "    return LigerFusedLinearCrossEntropyLoss(reduction='none')(weight, hidden, target).sum()\n"
+    (forward, both, after), _ = figures(head, f"measured(separate, {TOKENS}, {WIDTH}, {WORDS})")
+    of_hidden, of_weight, logits = 2 * TOKENS * WIDTH, 2 * WORDS * WIDTH, 2 * 128 * WORDS
+    losses, mask = 4 * TOKENS, TOKENS
+    assert forward == of_hidden + logits + losses + mask
+    # The logits of a chunk beside their copy, scaled by the gradients of 128 losses; the loss and its gradient.
+    assert both == of_hidden + of_weight + 2 * logits + losses + mask + 512 + 2 * 512
+    assert after == of_hidden + of_weight + 512
+
+
+def test_liger_makes_no_gradients_without_autograd(figures: Figures) -> None:
+    line = f"""
+with torch.no_grad():
+    hidden, weight = (torch.empty(size, {WIDTH}, dtype=torch.bfloat16, device="cuda") for size in ({TOKENS}, {WORDS}))
+    weight = torch.nn.Parameter(weight)
+    target = torch.zeros({TOKENS}, dtype=torch.int64, device="cuda")
+    weight[:8] @ hidden[:8].t()  # cuBLAS takes its workspace
+    before = torch.cuda.memory_allocated()
+    loss = liger(hidden, weight, target)
+    print(json.dumps([torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before]))
+"""
+    (_, most), _ = figures(LOSS, line)
+    assert most == 2 * TOKENS * WIDTH + 2 * 128 * WORDS + 4 * TOKENS + TOKENS
+
+
 NORM = """
 import json, torch
 from liger_kernel.transformers import LigerRMSNorm

@@ -29,8 +29,58 @@ def tokens_per_chunk(tokens: int, width: int, words: int) -> int:
     return min(chunk, tokens)
 
 
+def _by_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    accumulates_in: torch.dtype | None,
+    trains: tuple[bool, bool],
+    of_losses: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss of each token, and the gradients of hidden states, weight and bias: of the first two where it `trains`.
+
+    With gradients `of_losses` the logits' gradient is scaled for each token, in a copy.
+    """
+    tokens, width = hidden.shape
+    chunk = tokens_per_chunk(tokens, width, len(weight))
+    of_hidden = torch.zeros_like(hidden)
+    of_weight = torch.zeros_like(weight, dtype=accumulates_in) if all(trains) else None
+    of_bias = None if bias is None or not trains[0] else torch.zeros_like(bias, dtype=accumulates_in)
+    losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
+    counted = target != IGNORED
+    buffer = _logits_buffer(hidden, weight, bias, chunk)
+    for start in range(0, tokens, chunk):
+        rows = hidden[start : start + chunk]
+        if buffer is None:
+            logits = rows @ weight.t()
+            logits = logits if bias is None else logits + bias
+        else:
+            logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
+            logits = logits if bias is None else logits.add_(bias)
+        # A kernel writes the gradient over the logits.
+        if of_losses is not None:
+            logits = logits * of_losses[start : start + chunk].unsqueeze(-1).to(logits.dtype)
+        if trains[0] and buffer is not None:
+            torch.mm(logits, weight, out=of_hidden[start : start + chunk])
+        elif trains[0]:
+            of_hidden[start : start + chunk] = logits @ weight
+        if of_weight is not None:
+            _add_product(of_weight, logits.t(), rows)
+        if of_bias is not None:
+            of_bias.add_(logits.sum(dim=0))
+        del logits, rows
+    del buffer
+    of_weight = None if of_weight is None else of_weight.to(weight.dtype)
+    of_bias = None if of_bias is None or bias is None else of_bias.to(bias.dtype)
+    del counted  # after the casts
+    return losses, [of_hidden, of_weight, of_bias]
+
+
 class LigerCrossEntropy(torch.autograd.Function):
-    """Hidden states, weight, bias and targets to the loss. All gradients are made in the forward, chunk by chunk."""
+    """Hidden states, weight, bias and targets to the loss. Gradients are made in the forward, chunk by chunk; those of
+    losses that are not reduced in the backward, from logits that are made again.
+    """
 
     @staticmethod
     def forward(
@@ -42,42 +92,20 @@ class LigerCrossEntropy(torch.autograd.Function):
         reduction: str = "mean",
         accumulates_in: torch.dtype | None = None,
     ) -> Tensor:
-        tokens, width = hidden.shape
-        chunk = tokens_per_chunk(tokens, width, len(weight))
-        of_hidden = torch.zeros_like(hidden)
-        of_weight = torch.zeros_like(weight, dtype=accumulates_in) if weight.requires_grad else None
-        of_bias = None if bias is None else torch.zeros_like(bias, dtype=accumulates_in)
-        losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
-        counted = target != IGNORED
-        buffer = _logits_buffer(hidden, weight, bias, chunk)
-        for start in range(0, tokens, chunk):
-            rows = hidden[start : start + chunk]
-            if buffer is None:
-                logits = rows @ weight.t()
-                logits = logits if bias is None else logits + bias
-            else:
-                logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
-                logits = logits if bias is None else logits.add_(bias)
-            # A kernel writes the gradient over the logits.
-            if buffer is not None:
-                torch.mm(logits, weight, out=of_hidden[start : start + chunk])
-            else:
-                of_hidden[start : start + chunk] = logits @ weight
-            if of_weight is not None:
-                _add_product(of_weight, logits.t(), rows)
-            if of_bias is not None:
-                of_bias.add_(logits.sum(dim=0))
-            del logits, rows
-        del buffer, counted
-        ctx.gradients = [
-            of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None or bias is None else of_bias.to(bias.dtype),
-        ]
-        return losses if reduction == "none" else losses.sum()
+        ctx.trains, ctx.waits, ctx.dtype = ctx.needs_input_grad[:2], reduction == "none", accumulates_in
+        trains = (False, False) if ctx.waits else (hidden.requires_grad, weight.requires_grad)
+        losses, ctx.gradients = _by_chunks(hidden, weight, bias, target, accumulates_in, trains)
+        if ctx.waits:
+            ctx.gradients = None
+            ctx.save_for_backward(hidden, weight, bias, target)
+        return losses if ctx.waits else losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
+    def backward(ctx: Any, *of_losses: Tensor) -> Any:
+        if ctx.waits:
+            hidden, weight, bias, target = ctx.saved_tensors
+            trains = (True, ctx.trains[1])
+            _, ctx.gradients = _by_chunks(hidden, weight, bias, target, ctx.dtype, trains, of_losses[0])
         gradients, ctx.gradients = ctx.gradients, None
         return (*gradients, None, None, None)
 
