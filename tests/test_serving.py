@@ -800,6 +800,9 @@ def test_blackwell_multiplies_nvfp4_in_a_workspace(config: Callable[..., str]) -
     the result of the activation, which comes after it; Marlin's sums, 64 KiB for each of 170 multiprocessors, are not.
     """
     entries = {"quantization_config": QUANTIZED["NVFP4"][0]}
+    fp4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    inputs_kept: dict[str, Any] = {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": fp4}}}
+    inputs_too = inputs_kept | {"config_groups": {"0": {"weights": fp4, "input_activations": fp4}}}
 
     def step(tokens: int, **quantization: Any) -> int:
         options: dict[str, Any] = {"gpu": "RTX 5090", "server": "vllm=0.24.0", "scenarios": "as-given"}
@@ -808,6 +811,8 @@ def test_blackwell_multiplies_nvfp4_in_a_workspace(config: Callable[..., str]) -
 
     for tokens in (4096, 8192):
         assert step(tokens, **entries) - step(tokens) == 32 * MIB - 8_519_680
+    assert step(8192, quantization_config=inputs_too) == step(8192, **entries)
+    assert step(8192, quantization_config=inputs_kept) < step(8192)
 
 
 def test_layers_that_a_checkpoint_does_not_quantize(config: Callable[..., str]) -> None:

@@ -74,8 +74,8 @@ _FP4: Final = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "t
 
 
 def _compressed(name: str, weights: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a checkpoint in one of the formats of compressed-tensors."""
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    """The entries of a checkpoint in one of the formats of compressed-tensors, with activations like its weights."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": weights}}
     of_checkpoint = {"quant_method": "compressed-tensors", "format": name, "ignore": ["lm_head"]}
     return {"quantization_config": of_checkpoint | {"config_groups": groups}}
 

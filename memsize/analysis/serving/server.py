@@ -319,12 +319,13 @@ class Server:
         return graph_memory(config, captured, kind, pool, self.runner.gpu)
 
     def _multiplies_fp4(self) -> bool:
-        """Whether FlashInfer multiplies NVFP4 weights in four bits. Known limit: Marlin does where a checkpoint leaves
-        activations alone.
-        """
-        quantization = quantization_of(self.runner.model)
-        is_nvfp4 = quantization is not None and quantization.layout.name == "nvfp4"
-        return is_nvfp4 and self.runner.gpu.capability >= _FP4_SINCE
+        """Whether FlashInfer multiplies NVFP4 weights in four bits; Marlin does not (vLLM's compressed_tensors.py)."""
+        quantization, config = quantization_of(self.runner.model), checkpoint_config_of(self.runner.model)
+        if quantization is None or quantization.layout.name != "nvfp4" or not isinstance(config, dict):
+            return False
+        groups = config.get("config_groups", {}).values()
+        quantizes_inputs = not groups or any(group.get("input_activations") for group in groups)
+        return quantizes_inputs and self.runner.gpu.capability >= _FP4_SINCE
 
     def _on(self, inputs: ModelInputs, batch: int, served: ServerArguments) -> Runner:
         runner = self.runner.with_inputs(inputs, batch)
