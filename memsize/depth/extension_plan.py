@@ -84,10 +84,12 @@ class ExtensionPlan:
         inputs = [tensor for layer in short.layers for tensor in layer.inputs]
         passed_on = iter([outputs[origin] for origin in self.outputs])
         passed_in = iter([inputs[origin] for origin in self.inputs])
+        layers = [(layer, _values(layer)) for layer in short.layers]
+        tensors = [(tensor, _values(tensor)) for tensor in short.tensors]
         return replace(
             short,
-            layers=tuple(_layer(short.layers[row.origin], row, passed_on, passed_in) for row in self.layers),
-            tensors=tuple(_tensor(short.tensors[row.origin], row) for row in self.tensors),
+            layers=tuple(_layer(*layers[row.origin], row, passed_on, passed_in) for row in self.layers),
+            tensors=tuple(_tensor(*tensors[row.origin], row) for row in self.tensors),
             storages=_rows(short.storages, self.storages, Storage, "bytes"),
             events=_rows(short.events, self.events, Event, "delta"),
             deferred=self.deferred,
@@ -115,21 +117,21 @@ def structure_of(trace: Trace) -> Hashable:
     )
 
 
-def _layer(alike: Layer, row: LayerRow, passed_on: Any, passed_in: Any) -> Layer:
+def _layer(alike: Layer, values: dict[str, Any], row: LayerRow, passed_on: Any, passed_in: Any) -> Layer:
     outputs = tuple(next(passed_on) for _ in range(row.outputs))
     inputs = tuple(next(passed_in) for _ in range(row.inputs))
     counts = len(alike.outputs), len(alike.inputs)
     if row.path == alike.path and (row.outputs, row.inputs) == counts and not row.grown:
         return alike
     output_bytes = sum([output.bytes for output in outputs])
-    changed = {"path": row.path, "aliases": row.aliases, "outputs": outputs, "inputs": inputs} | row.grown
-    return Layer(**(_values(alike) | changed | {"output_bytes": output_bytes}))
+    names = {"path": row.path, "aliases": row.aliases}
+    return Layer(**{**values, **names, "outputs": outputs, "inputs": inputs, **row.grown, "output_bytes": output_bytes})
 
 
-def _tensor(alike: StoredTensor, row: TensorRow) -> StoredTensor:
+def _tensor(alike: StoredTensor, values: dict[str, Any], row: TensorRow) -> StoredTensor:
     if row.name == alike.name:
         return alike
-    return StoredTensor(**(_values(alike) | {"name": row.name, "layer": row.layer, "tied_to": row.tied_to}))
+    return StoredTensor(**(values | {"name": row.name, "layer": row.layer, "tied_to": row.tied_to}))
 
 
 def _values(record: Layer | StoredTensor) -> dict[str, Any]:
