@@ -167,10 +167,16 @@ def test_a_report_says_why_a_gpu_keeps_the_scores_of_bfloat16() -> None:
     # 4 heads of 128 × 128 for each of two samples, which PyTorch computes in float32.
     assert finding.bytes == 2 * 4 * 128 * 128 * 4
     assert finding.text() == (
-        "bf16 keeps 0.50 MiB of attention scores for backward: no fused kernel supports bfloat16 on this GPU; "
+        "Under bf16, 0.50 MiB kept for backward are attention scores: no fused kernel supports bfloat16 on this GPU; "
         "float16 has one."
     )
     assert not unfused("a100") and not unfused(None)
+    fit = memsize.fit(Attention(), (128, 64), gpu="t4", train="sgd", scenarios="fp16,bf16")
+    (finding,) = (finding for finding in fit.findings if finding.code == "unfused-attention")
+    (next_size,) = (row.next_size for row in fit.fit_rows if row.scenario == "bf16")
+    # In backward the scores are alive with two gradients of their size.
+    assert next_size is not None and finding.bytes == 3 * next_size * 4 * 128 * 128 * 4
+    assert finding.text().startswith("Under bf16, ") and "GiB at the limit are attention scores: " in finding.text()
 
 
 def test_the_default_scenarios_leave_out_as_given_where_it_is_fp32() -> None:

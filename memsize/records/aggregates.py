@@ -7,7 +7,7 @@ and saved tensors from `Trace.layers`, for rows and totals alike, so that they a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
@@ -15,9 +15,10 @@ from typing import Any
 
 from memsize.records.columns import places, rows_at
 from memsize.records.roles import Role
-from memsize.records.trace import Event, Layer, Output, StoredTensor, TensorSpec, Trace
+from memsize.records.trace import Event, Layer, Output, Storage, StoredTensor, TensorSpec, Trace
 from memsize.records.world import CollectiveKind, Traffic
 
+_SCORES = "_safe_softmax"
 COUNTED = ("parameter", "packed")
 """The kinds of tensor that count as parameters: registered ones, and the weights inside packed objects."""
 
@@ -334,6 +335,23 @@ class Peak:
     index: int
     bytes: int
     roles: Mapping[Role, int]
+
+
+def attention_scores(trace: Trace, counts: Callable[[int, Storage], bool]) -> tuple[int, tuple[str, ...]]:
+    """The bytes of attention scores, their dropout and gradients among the storages that `counts` picks by number, and the dtypes
+    in their layers.
+
+    They are those of PyTorch's mathematical path, the only one that calls `_safe_softmax`
+    (aten/src/ATen/native/transformers/attention.cpp).
+    """
+    if not places(trace.storages, "op", {_SCORES}):
+        return 0, ()
+    picked = [storage for number, storage in enumerate(trace.storages) if counts(number, storage)]
+    scores = {(storage.layer, storage.shape) for storage in picked if storage.op == _SCORES}
+    layers = {layer for layer, _ in scores}
+    dtypes = {storage.dtype for storage in trace.storages if storage.layer in layers}
+    size = sum(storage.bytes for storage in picked if (storage.layer, storage.shape) in scores)
+    return size, tuple(sorted(dtypes))
 
 
 def summit(trace: Trace) -> int:

@@ -356,7 +356,8 @@ class Bind:
     """The reason why a size does not fit: the failed request, when and where, and the role with most live bytes.
 
     `roles` are the bytes alive at that moment by role, the request included; `largest` are the tensors of one shape
-    that hold most of them. `frozen` is the share of the parameters without a gradient, where others have one.
+    that hold most of them. `frozen` is the share of the parameters without a gradient, where others have one. `scores`
+    are the bytes of attention scores among them that no fused kernel avoids, and `score_dtypes` those of their layers.
     """
 
     phase: str
@@ -367,3 +368,5 @@ class Bind:
     roles: dict[Role, int]
     largest: Alike | None = None
     frozen: float = 0.0
+    scores: int = 0
+    score_dtypes: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Final, NamedTuple
 
+from memsize.analysis.findings.precision import SCORES_FROM, attention_findings, no_fused_kernel
 from memsize.analysis.findings.training import activations_stay
 from memsize.errors import first_line
 from memsize.records.finding import Finding, Rules, layer_in_words, sizes
@@ -252,6 +253,18 @@ def _most(evidence: FitEvidence) -> Iterator[Finding]:
     text = f"{{best}} allows the largest {{vary}}{where}: {{size}}{ratio}."
     values = {"best": best.scenario, "first": first.scenario, "gpu": best.gpu, "vary": evidence.vary, "size": size}
     yield Finding("fit-most", text, values, bytes=best.peak, brief=text)
+
+
+@RULES.rule("unfused-attention")
+def _attention(evidence: FitEvidence) -> Iterator[Finding]:
+    budgets = {budget.name: budget.card for budget in evidence.budgets}
+    sizes_by_reason: dict[str, dict[str, int]] = {}
+    for row in evidence.rows:
+        bind = row.bind
+        if bind is not None and bind.scores > SCORES_FROM * sum(bind.roles.values()):
+            reason = no_fused_kernel(budgets[row.gpu].capability, bind.score_dtypes)
+            sizes_by_reason.setdefault(reason, {})[row.scenario] = bind.scores
+    yield from attention_findings("at the limit", sizes_by_reason)
 
 
 @RULES.rule("fit-refused")

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 
 from memsize.analysis.findings.evidence import Crossover, Evidence, bytes_of, layers_of
 from memsize.device.cards import card
-from memsize.records.aggregates import stored_dtypes
+from memsize.records.aggregates import attention_scores, stored_dtypes, totals
 from memsize.records.dtypes import FLOATS
 from memsize.records.finding import Finding, Rules, sizes
-from memsize.records.trace import StoredTensor, Trace
+from memsize.records.trace import StoredTensor
 from memsize.units import Bytes
 
 RULES = Rules[Evidence]()
-_SCORES_FROM = 0.1
-"""The share of all that is kept for backward from which attention scores are a finding."""
+SCORES_FROM = 0.1
+"""The share of all that is kept for backward, or alive, from which attention scores are a finding."""
 
 
 def no_fused_kernel(capability: tuple[int, int], dtypes: Container[str]) -> str:
-    """Why attention over tensors of these dtypes runs PyTorch's mathematical path, the only one that calls
-    `_safe_softmax` (aten/src/ATen/native/transformers/attention.cpp); its kernels take bfloat16 from 8.0 on
-    (transformers/cuda/sdp_utils.cpp).
+    """Why attention over tensors of these dtypes runs PyTorch's mathematical path: its kernels take bfloat16 from 8.0 on
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     old = capability < (8, 0) and "bfloat16" in dtypes
     return f"no fused kernel supports {'bfloat16 on this GPU' if old else 'this call'}"
@@ -30,28 +29,21 @@ def no_fused_kernel(capability: tuple[int, int], dtypes: Container[str]) -> str:
 def unfused_attention(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.gpu:
         return
-    capability, names_by_reason = card(evidence.gpu).capability, dict[str, dict[str, int]]()
+    capability, sizes_by_reason = card(evidence.gpu).capability, dict[str, dict[str, int]]()
     for name, trace in evidence.runs.items():
-        size, saved, dtypes = _saved_scores(trace)
-        if size > _SCORES_FROM * saved:
-            names_by_reason.setdefault(no_fused_kernel(capability, dtypes), {})[name] = size
-    for reason, sizes_by_name in names_by_reason.items():
-        names, size = tuple(sizes_by_name), max(sizes_by_name.values())
-        text = "{names} keeps {size}" if len(names) == 1 else "{names} keep up to {size}"
-        text += f" of attention scores for backward: {reason}" + ("; float16 has one." if "bf" in reason else ".")
+        size, dtypes = attention_scores(trace, lambda _, storage: storage.saved_by >= 0)
+        if size > SCORES_FROM * totals(trace).saved_bytes:
+            sizes_by_reason.setdefault(no_fused_kernel(capability, dtypes), {})[name] = size
+    yield from attention_findings("kept for backward", sizes_by_reason)
+
+
+def attention_findings(when: str, sizes_by_reason: Mapping[str, Mapping[str, int]]) -> Iterator[Finding]:
+    """What scenarios hold in attention scores, for each reason the bytes by scenario; `when` says which bytes."""
+    for reason, by_scenario in sizes_by_reason.items():
+        names, size = tuple(by_scenario), max(by_scenario.values())
+        text = "Under {names}, {size}" if len(names) == 1 else "Under {names}, up to {size}"
+        text += f" {when} are attention scores: {reason}" + ("; float16 has one." if "bf" in reason else ".")
         yield Finding("unfused-attention", text, {"names": names, "size": Bytes(size)}, bytes=size, brief=text)
-
-
-def _saved_scores(trace: Trace) -> tuple[int, int, set[str]]:
-    """The bytes of attention scores and of their dropout that are kept for backward, those of all that is, and the
-    dtypes that their layers use.
-    """
-    saved = [storage for storage in trace.storages if storage.saved_by >= 0]
-    scores = {(storage.layer, storage.shape) for storage in saved if storage.op == "_safe_softmax"}
-    layers = {layer for layer, _ in scores}
-    dtypes = {storage.dtype for storage in trace.storages if storage.layer in layers}
-    size = sum(storage.bytes for storage in saved if (storage.layer, storage.shape) in scores)
-    return size, sum(storage.bytes for storage in saved), dtypes
 
 
 @RULES.rule("mixed-dtypes", "batch-norm-kept-fp32")

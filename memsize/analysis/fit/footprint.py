@@ -17,7 +17,7 @@ from memsize.device.allocator_config import SEGMENT_STEP, AllocatorConfig
 from memsize.device.gpu_estimate import roles_of
 from memsize.device.replay import Prefixes, Replay, replay
 from memsize.errors import InputError
-from memsize.records.aggregates import split_phase, totals
+from memsize.records.aggregates import attention_scores, split_phase, totals
 from memsize.records.columns import rows_at
 from memsize.records.fit import Alike, Bind
 from memsize.records.roles import FIXED
@@ -207,6 +207,7 @@ def limit_of(run: Footprint, capacity: int | None) -> Bind:
     # An image ends with its width.
     widths = {out.spec.shape[-1] for layer in trace.layers[:1] for out in layer.outputs if 0 < len(out.spec.shape) < 4}
     vocabularies = {width for width in widths if width and width >= _VOCABULARY}
+    scores, score_dtypes = attention_scores(trace, lambda number, _: number in alive)
     return Bind(
         phase=split_phase(trace.phases[event.phase])[0],
         layer=trace.layers[event.layer].path if event.layer >= 0 else "",
@@ -216,6 +217,8 @@ def limit_of(run: Footprint, capacity: int | None) -> Bind:
         roles=roles,
         largest=most and most._replace(logits=bool(most.spec.shape) and most.spec.shape[-1] in vocabularies),
         frozen=totals(trace).frozen,
+        scores=scores,
+        score_dtypes=score_dtypes,
     )
 
 
