@@ -338,8 +338,8 @@ class Peak:
 
 
 def attention_scores(trace: Trace, counts: Callable[[int, Storage], bool]) -> tuple[int, tuple[str, ...]]:
-    """The bytes of attention scores, their dropout and gradients among the storages that `counts` picks by number, and the dtypes
-    in their layers.
+    """The bytes of attention scores, their dropout and gradients among the storages that `counts` picks, by number, and
+    the dtypes in their layers.
 
     They are those of PyTorch's mathematical path, the only one that calls `_safe_softmax`
     (aten/src/ATen/native/transformers/attention.cpp).

@@ -18,8 +18,8 @@ SCORES_FROM = 0.1
 
 
 def no_fused_kernel(capability: tuple[int, int], dtypes: Container[str]) -> str:
-    """Why attention over tensors of these dtypes runs PyTorch's mathematical path: its kernels take bfloat16 from 8.0 on
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """Why attention over tensors of these dtypes runs PyTorch's mathematical path; its kernels take bfloat16 from
+    capability 8.0 on (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     old = capability < (8, 0) and "bfloat16" in dtypes
     return f"no fused kernel supports {'bfloat16 on this GPU' if old else 'this call'}"
@@ -38,7 +38,7 @@ def unfused_attention(evidence: Evidence) -> Iterator[Finding]:
 
 
 def attention_findings(when: str, sizes_by_reason: Mapping[str, Mapping[str, int]]) -> Iterator[Finding]:
-    """What scenarios hold in attention scores, for each reason the bytes by scenario; `when` says which bytes."""
+    """Name the scenarios with attention scores: for each reason their bytes by scenario; `when` says which bytes."""
     for reason, by_scenario in sizes_by_reason.items():
         names, size = tuple(by_scenario), max(by_scenario.values())
         text = "Under {names}, {size}" if len(names) == 1 else "Under {names}, up to {size}"
