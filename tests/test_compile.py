@@ -846,3 +846,9 @@ def test_another_backend_is_named() -> None:
     compiled = ran("model = torch.compile(model, backend='openxla')")
     assert any("backend openxla is not followed" in note for note in compiled.notes)
     assert [e.delta for e in compiled.events] == [e.delta for e in ran("").events]
+
+
+def test_a_backend_that_pytorch_does_not_know_is_named_as_such() -> None:
+    notes = ran("model = torch.compile(model, backend='inductr')").notes
+    assert any("backend inductr is not followed, and PyTorch refuses it where no package" in note for note in notes)
+    assert not any("PyTorch refuses it" in note for note in ran("model = torch.compile(model, backend='ts')").notes)

@@ -27,6 +27,7 @@ _GPU: Final = torch.device("cuda", 0)
 _AS_WRITTEN: Final = frozenset({"eager", "eager_noexcept", "eager_debug"})
 _PARTITIONED: Final = frozenset({"aot_eager", "cudagraphs"})
 _OTHER_BACKEND = "torch.compile's backend {} is not followed"
+_UNKNOWN_BACKEND = ", and PyTorch refuses it where no package registers it"
 
 
 class Compilation:
@@ -81,7 +82,11 @@ class Compilation:
     def _as_written(self, model: Any, options: dict[str, Any]) -> Any:
         backend = options.get("backend", "inductor")
         if backend != "inductor":
-            self._note(_OTHER_BACKEND.format(getattr(backend, "__name__", backend)))
+            from torch._dynamo import list_backends
+
+            is_known = not isinstance(backend, str) or backend in list_backends(exclude_tags=())
+            note = _OTHER_BACKEND.format(getattr(backend, "__name__", backend))
+            self._note(note + ("" if is_known else _UNKNOWN_BACKEND))
         self._note(UNCOMPILED)
         return model
 
