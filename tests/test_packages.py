@@ -601,6 +601,53 @@ measured(layer, new(2, 2048, 256))
     assert forward == out + outer + scanned + parts + 2 * 2 * tokens * states + kept + small
 
 
+MAMBA2 = """
+import json, torch
+from mamba_ssm import Mamba2
+from mamba_ssm.modules.mamba2 import Mamba2 as same
+assert Mamba2 is same
+stats = torch.cuda.memory_stats
+layer = Mamba2(256, device="cuda", dtype=torch.bfloat16, **options)
+x = torch.empty((2, 1000, 256), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+for _ in range(2):  # the first makes the gradients
+    out = None
+    torch.cuda.reset_peak_memory_stats()
+    before = stats()["requested_bytes.all.current"]
+    out = layer(x)
+    forward = stats()["requested_bytes.all.current"] - before
+    torch.cuda.reset_peak_memory_stats()
+    out.backward(torch.empty_like(out))
+    most = stats()["requested_bytes.all.peak"] - before
+for tensor in (x, *layer.parameters()):
+    assert tensor.grad.shape == tensor.shape and tensor.grad.dtype == tensor.dtype
+print(json.dumps([forward, most]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # The input product of 1,288 columns, the scan's output, a number for each row, the output, and two of A's size.
+        ({}, [2 * 2000 * (1288 + 512 + 256) + 4 * 2000 + 2 * 4 * 8, 52_698_016]),
+        ({"rmsnorm": False}, [2 * 2000 * (1288 + 512 + 256) + 2 * 4 * 8, 54_737_024]),
+        # Convolution, scan and norm by themselves: also what is convolved, the decay by chunks, and the norm's output.
+        (
+            {"use_mem_eff_path": False},
+            [
+                2 * 2000 * (1288 + 768 + 2 * 512 + 256) + 4 * 2 * 8 * 4 * 256 + 4 * 2000 + 2 * 4 * 8,
+                45_586_528,
+            ],
+        ),
+        ({"ngroups": 2, "D_has_hdim": True, "d_ssm": 256}, [8_224_032, 49_037_472]),
+    ],
+)
+def test_mamba2_takes_what_its_own_code_takes(figures: Figures, options: dict[str, Any], expected: list[int]) -> None:
+    """The most of a step is that of mamba_ssm 2.3.2's Python code with its Triton kernels, run on the same GPU."""
+    measured, answer = figures(f"options = {options!r}\n", MAMBA2)
+    assert measured == expected
+    assert any("mamba_ssm is not installed" in note for note in answer.trace.notes)
+
+
 def test_kernels_are_there_for_a_package_without_them(figures: Figures) -> None:
     line = """
 assert importlib.util.find_spec("selective_scan_cuda") is None

@@ -57,7 +57,7 @@ class QuantState(SimpleNamespace):
             if isinstance(value, QuantState):
                 value.to(device)
             elif isinstance(value, Tensor):
-                setattr(self, name, value.to(device))
+                vars(self)[name] = value.to(device)
 
 
 def _packed(weight: Tensor, nested: bool, storage: torch.dtype, kind: str) -> tuple[Tensor, QuantState]:

@@ -69,7 +69,7 @@ def scan_backward(
 # -- causal_conv1d -----------------------------------------------------------------------------------------------------
 
 
-def _of_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, of_x: Tensor | None = None) -> list[Any]:
+def of_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, of_x: Tensor | None = None) -> list[Any]:
     """The gradients of a convolution, whose sums are of float32."""
     of_x = torch.empty_like(x) if of_x is None else of_x
     of_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -92,7 +92,7 @@ class _Convolution(torch.autograd.Function):
         x, weight, bias, start = ctx.saved_tensors
         gradient = gradient if 1 in (gradient.stride(1), gradient.stride(2)) else gradient.contiguous()
         of_start = torch.empty_like(start) if ctx.needs_input_grad[3] else None
-        return *_of_convolution(x, weight, bias), of_start
+        return *of_convolution(x, weight, bias), of_start
 
 
 def causal_conv1d_fn(
@@ -230,7 +230,7 @@ class _Inner(torch.autograd.Function):
         rows = of_convolved.transpose(0, 1).flatten(1)
         of_to_parts = of_parts.t() @ _by_token(convolved)
         torch.addmm(rows, to_parts.t(), of_parts.t(), out=rows)
-        _, of_filters, of_filter_bias = _of_convolution(x, filters.squeeze(1), filter_bias, of_x)
+        _, of_filters, of_filter_bias = of_convolution(x, filters.squeeze(1), filter_bias, of_x)
         of_filters = of_filters.unsqueeze(1)
         return (
             *(of_xz, of_filters, of_filter_bias, of_to_parts, of_to_delta, of_to_out, of_out_bias),
