@@ -13,6 +13,7 @@ from memsize.records.trace import StoredTensor
 from memsize.units import Bytes
 
 RULES = Rules[Evidence]()
+_NO_BFLOAT16 = "no fused kernel supports bfloat16 on this GPU"
 SCORES_FROM = 0.1
 """The share of all that is kept for backward, or alive, from which attention scores are a finding."""
 
@@ -21,8 +22,7 @@ def no_fused_kernel(capability: tuple[int, int], dtypes: Container[str]) -> str:
     """Why attention over tensors of these dtypes runs PyTorch's mathematical path; its kernels take bfloat16 from
     capability 8.0 on (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
-    old = capability < (8, 0) and "bfloat16" in dtypes
-    return f"no fused kernel supports {'bfloat16 on this GPU' if old else 'this call'}"
+    return _NO_BFLOAT16 if capability < (8, 0) and "bfloat16" in dtypes else "no fused kernel supports this call"
 
 
 @RULES.rule("unfused-attention")
@@ -42,7 +42,7 @@ def attention_findings(when: str, sizes_by_reason: Mapping[str, Mapping[str, int
     for reason, by_scenario in sizes_by_reason.items():
         names, size = tuple(by_scenario), max(by_scenario.values())
         text = "Under {names}, {size}" if len(names) == 1 else "Under {names}, up to {size}"
-        text += f" {when} are attention scores: {reason}" + ("; float16 has one." if "bf" in reason else ".")
+        text += f" {when} are attention scores: {reason}" + ("; float16 has one." if reason == _NO_BFLOAT16 else ".")
         yield Finding("unfused-attention", text, {"names": names, "size": Bytes(size)}, bytes=size, brief=text)
 
 

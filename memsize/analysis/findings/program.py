@@ -204,7 +204,7 @@ def _shares_gpu(run: ProgramRun) -> Iterator[Finding]:
         return
     ranks = run.trace.world.local_size
     text = (
-        "The script chooses no GPU, so that all {ranks} ranks put their tensors on cuda:0: {ranks} × {high} = {whole} "
+        "The script chooses no GPU, so all {ranks} ranks put their tensors on cuda:0: {ranks} × {high} = {whole} "
         "of {total}; NCCL refuses two ranks on one GPU. Call torch.cuda.set_device(local_rank) first."
     )
     values = sizes(high=run.peak.device.high, whole=ranks * run.peak.device.high, total=run.card.bytes)
