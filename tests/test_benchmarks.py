@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from benchmarks.__main__ import main, table
-from benchmarks.measure import Line, compared, megabytes, seconds
+from benchmarks.measure import Line, compared, megabytes, processes_in_turn, seconds
 from benchmarks.resnet import PARAMETERS, ResNet50
 
 
@@ -34,6 +36,14 @@ def test_each_prints_its_lines(name: str, capsys: pytest.CaptureFixture[str]) ->
     head, _, body = out.partition("\n\n")
     assert "torch " in head
     assert len(body.splitlines()) > 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are adopted on Linux alone")
+def test_the_cpu_time_of_workers_counts_that_outlive_their_process() -> None:
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {busy!r}])"
+    (spent,) = processes_in_turn([("-S", "-c", starts)], 1)
+    assert spent.cpu > 0.3
 
 
 def test_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
