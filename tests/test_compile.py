@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize import ForwardError
+from memsize.documents import document
 from memsize.records.trace import Trace
 from memsize.units import format_bytes, parse_bytes
 from tests.models import Ledger
@@ -320,6 +321,26 @@ def test_compile_shows_each_scenario_beside_itself_compiled() -> None:
     assert list(table.index) == ["fp32", "fp32+compile"]
     assert table.loc["fp32+compile", "saved_bytes"] == 3 * 8 * 32 * 64 * 4
     assert table.loc["fp32", "saved_bytes"] > table.loc["fp32+compile", "saved_bytes"]
+
+
+def test_a_report_says_what_compiled_code_recomputes_and_keeps() -> None:
+    """Eager code keeps the input, the results of exp, of the doubling, silu and cos; compiled code the input, the first
+    product and cos. Inference holds two tensors in eager code, and in compiled code a product and what is made of it.
+    """
+    options: dict[str, Any] = {"input_size": (32, 64), "batch_size": 8, "scenarios": "fp32", "compile": True}
+    report = memsize.report(Gelus(), train="sgd", **options)
+    (finding,) = (finding for finding in report.findings if finding.code == "compiled")
+    one = 8 * 32 * 64 * 4
+    assert finding.bytes == 2 * one
+    kept = "fp32+compile keeps {c} less for backward than fp32: it recomputes {o}, and keeps mm in Linear ({m}) instead."
+    recomputed = "exp in Gelus ({m}), mul in Gelus ({m}) and silu in Gelus ({m})"
+    expected = kept.format(c="128.00 KiB", m="64.00 KiB", o=recomputed.format(m="64.00 KiB"))
+    assert finding.in_brief("KiB") == expected
+    eager, compiled = (result.training for result in report.scenario_results)
+    assert eager and compiled
+    lower = (eager.requested - compiled.requested) / 1024
+    assert finding.text("KiB").startswith(f"{expected} Its training peak is {lower:.2f} KiB lower: ")
+    assert report.scenario_results and finding in document(report).verdict()
 
 
 @pytest.mark.parametrize("wrapped", [True, False])

@@ -135,8 +135,9 @@ class Origins:
 
     def number(self, nodes: Iterable[Node], is_extern: bool = False) -> int:
         """The number of the origin of a buffer that is made of the results of `nodes`, the last of which counts; of a
-        fused kernel's, the last whose module is known."""
-        last = max(nodes, key=lambda n: (is_extern or bool(_modules(n)), self._position(n)), default=None)
+        fused kernel's, the last that computes something in the code that was compiled.
+        """
+        last = max(nodes, key=lambda n: (is_extern or _computes(n), self._position(n)), default=None)
         return self._numbers.setdefault(Origin() if last is None else origin_of(last), len(self._numbers))
 
     def listed(self) -> list[Origin]:
@@ -154,6 +155,13 @@ def origin_of(node: Node) -> Origin:
     packet = getattr(node.target, "overloadpacket", node.target)
     innermost = next(reversed(_modules(node).values()), ("",))[0]
     return Origin(getattr(packet, "__name__", str(packet)), module_path(innermost), _line(node))
+
+
+def _computes(node: Node) -> bool:
+    """Whether `node` computes something where its module or line is known: Inductor's passes add others."""
+    schema = getattr(node.target, "_schema", None)
+    is_view = schema is not None and any(result.alias_info for result in schema.returns)
+    return not is_view and bool(_modules(node) or node.meta.get("stack_trace"))
 
 
 def _modules(node: Node) -> dict[str, Any]:

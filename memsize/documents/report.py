@@ -78,8 +78,9 @@ _FIRST: Final = (
     "inference-peak",
     "pipeline-phases",
     "no-training-step",
+    "compiled",
 )
-"""Codes of findings that the verdict puts first: they answer a question about training or about a GPU."""
+"""Codes of findings that the verdict puts first: they answer a question about training, a GPU or compiled code."""
 
 _RUN_FIGURES: Final = frozenset(
     "cast_bytes output_bytes saved_bytes saved_cast_bytes input_bytes saved_input_bytes inference_bytes training_bytes"

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from memsize.analysis.findings import precision, training
+from memsize.analysis.findings import compiled, precision, training
 from memsize.analysis.findings.evidence import Evidence, bytes_of, layers_of
 from memsize.records.aggregates import stored_dtypes
 from memsize.records.finding import Finding, Severity, join_names, sizes
 from memsize.records.trace import StoredTensor
 from memsize.units import Bytes
 
-RULES = precision.RULES + training.RULES
+RULES = precision.RULES + training.RULES + compiled.RULES
 _TOLD_FROM: Final = 0.1
 """What share of all that is kept for backward functions must keep for this to be told."""
 _LINES: Final = 3
