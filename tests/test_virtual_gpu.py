@@ -377,6 +377,59 @@ def test_sparse_tensors_take_their_indices_and_values_to_the_gpu(layout: torch.l
     assert "cuda" not in str(adjacency.device)
 
 
+def test_a_batch_that_goes_to_the_gpu_is_its_input_to_the_last_step(tmp_path: Path) -> None:
+    """The targets, which only the loss takes, and a mask of the batch; not what the loss makes of them."""
+    result, error = ran(
+        tmp_path,
+        """
+        import torch
+        from torch.nn import functional
+        net = torch.nn.Linear(64, 8, device="cuda")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(5):
+            x, y, weight = torch.randn(1024, 64), torch.zeros(1024, dtype=torch.long), torch.ones(1024, 1)
+            x, y, weight = x.cuda(), y.to("cuda", non_blocking=True), weight.cuda()
+            loss = functional.cross_entropy(net(x) * weight, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """,
+        steps=3,
+    )
+    assert error is None
+    copies = [storage for storage in result.trace.storages if storage.op == "_to_copy"]
+    assert {(storage.role, storage.bytes) for storage in copies} == {
+        ("input", 1024 * 64 * 4),
+        ("input", 1024 * 8),
+        ("input", 1024 * 4),
+    }
+
+
+def test_a_copy_from_the_host_is_what_uses_it_says(tmp_path: Path) -> None:
+    """Weights are parameters, a loaded state is the optimizer's, and activations that were offloaded are no inputs."""
+    result, error = ran(
+        tmp_path,
+        """
+        import torch
+        net = torch.nn.Linear(64, 64).cuda()
+        weight = torch.nn.Parameter(torch.ones(64, 64).cuda())
+        optimizer = torch.optim.Adam([*net.parameters(), weight])
+        for _ in range(3):
+            with torch.autograd.graph.save_on_cpu():
+                loss = (net(torch.ones(16, 64, device="cuda")).relu() @ weight).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(optimizer.state_dict())
+        """,
+        steps=3,
+    )
+    assert error is None
+    assert not any(storage.role == "input" and storage.op == "_to_copy" for storage in result.trace.storages)
+    parameters = [storage.bytes for storage in result.trace.storages if storage.role == "parameter"]
+    assert sorted(parameters) == [64 * 4, 64 * 64 * 4, 64 * 64 * 4]
+
+
 def test_products_with_a_large_sparse_matrix_are_not_computed(tmp_path: Path) -> None:
     """A million nodes, of which two are linked: dense, that were 4 TB, and a million million multiply-adds."""
     found, error = ran(
