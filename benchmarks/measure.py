@@ -105,7 +105,8 @@ _ADOPT = 36
 def process(arguments: Sequence[str]) -> Spent:
     """What this Python took with `arguments`, its output thrown away; exits with its errors and status if it fails.
 
-    A sweep's worker processes outlive it, and nobody waits for them there: on Linux they are adopted and waited for here.
+    A sweep's worker processes outlive it, and nobody waits for them there: on Linux they are adopted and waited for
+    here.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_ADOPT, 1)

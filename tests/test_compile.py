@@ -332,7 +332,9 @@ def test_a_report_says_what_compiled_code_recomputes_and_keeps() -> None:
     (finding,) = (finding for finding in report.findings if finding.code == "compiled")
     one = 8 * 32 * 64 * 4
     assert finding.bytes == 2 * one
-    kept = "fp32+compile keeps {c} less for backward than fp32: it recomputes {o}, and keeps mm in Linear ({m}) instead."
+    kept = (
+        "fp32+compile keeps {c} less for backward than fp32: it recomputes {o}, and keeps mm in Linear ({m}) instead."
+    )
     recomputed = "exp in Gelus ({m}), mul in Gelus ({m}) and silu in Gelus ({m})"
     expected = kept.format(c="128.00 KiB", m="64.00 KiB", o=recomputed.format(m="64.00 KiB"))
     assert finding.in_brief("KiB") == expected

@@ -116,4 +116,5 @@ def _peak_change(before: GpuEstimate, after: GpuEstimate, run: str, values: dict
     parts = tuple(
         f"{{{run}{number}}} {'more' if changes[role] > 0 else 'less'} of {role}" for number, role in enumerate(largest)
     )
-    return f"peak is {{{run}_change}} {'higher' if after.requested > before.requested else 'lower'}: {join_names(parts)}"
+    direction = "higher" if after.requested > before.requested else "lower"
+    return f"peak is {{{run}_change}} {direction}: {join_names(parts)}"
