@@ -310,6 +310,96 @@ print(json.dumps(sizes + [optimizers[1].state[head.weight]["state2"].is_cuda]))
     assert not is_cuda and answer.trace.host is not None
 
 
+QUANTIZED = """
+import importlib.util, json, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers.utils import is_bitsandbytes_available
+assert importlib.util.find_spec("bitsandbytes") and is_bitsandbytes_available()
+folder = str(Path(__file__).with_name("tiny"))
+sizes = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4, vocab_size=3200)
+LlamaConfig(num_hidden_layers=2, **sizes).save_pretrained(folder)
+quantization = BitsAndBytesConfig({options})
+model = AutoModelForCausalLM.from_pretrained(
+    folder, dtype=torch.bfloat16, device_map={{"": 0}}, quantization_config=quantization
+)
+figures = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+model.get_input_embeddings().requires_grad_()
+for _ in range(2):
+    torch.cuda.reset_peak_memory_stats()
+    ids = torch.zeros(2, 128, dtype=torch.int64, device="cuda")
+    model(input_ids=ids, labels=ids).loss.backward()
+    figures += [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+print(json.dumps(figures))
+"""
+WEIGHTS = 2 * [(512, 512), (256, 512), (256, 512), (512, 512), (1408, 512), (1408, 512), (512, 1408)]
+REST = 2 * 2 * 3200 * 512 + 5 * 2 * 512 + 2 * 512
+"""Embedding and head, norms, and two buffers of the rotary embedding that take a block."""
+
+
+def blocks(*sizes: int) -> int:
+    """Bytes of tensors, each in blocks of 512."""
+    return sum(-(-size // 512) * 512 for size in sizes)
+
+
+CONFIGS = {
+    # Half a byte a weight; a float32 for each 64, or a byte and a float32 for each 64 · 256; values, a mean, and maps.
+    "load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16": (
+        sum(blocks(n * k // 2, 4 * (n * k // 64), 4 * 16) for n, k in WEIGHTS),
+        [10880000, 33484800, 42449920, 33484800, 54448128],
+    ),
+    "load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16": (
+        sum(blocks(n * k // 2, n * k // 64, 4 * -(-n * k // (64 * 256)), 4 * 16, 4) + 1024 for n, k in WEIGHTS) + 1024,
+        [10750976, 33238016, 42203136, 33238016, 54201344],
+    ),
+    "load_in_8bit=True": (
+        sum(blocks(n * k, 4 * n) for n, k in WEIGHTS),
+        [14584832, 36097024, 47552512, 36097024, 58567680],
+    ),
+}
+"""Bytes of the linear layers; at most while they are loaded, and of two steps after and at most."""
+
+
+@pytest.mark.parametrize("options", CONFIGS)
+def test_a_config_of_bitsandbytes_without_the_package(figures: Figures, options: str) -> None:
+    """As with bitsandbytes 0.50.2 itself on the same simulated GPU."""
+    transformers = pytest.importorskip("transformers.utils")
+    before = transformers.is_bitsandbytes_available()
+    (weights, *sizes), answer = figures(QUANTIZED.format(options=options), "")
+    layers, expected = CONFIGS[options]
+    assert weights == layers + REST
+    assert sizes == expected
+    assert any("bitsandbytes is not installed" in note for note in answer.trace.notes) is not before
+    assert transformers.is_bitsandbytes_available() is before
+
+
+def test_embeddings_keep_states_of_32_bits_where_a_trainer_asks_for_them(figures: Figures) -> None:
+    line = """
+import json, torch, bitsandbytes as bnb
+embedding, head = torch.nn.Embedding(1024, 64, device="cuda"), torch.nn.Linear(64, 1024, bias=False, device="cuda")
+bnb.optim.GlobalOptimManager.get_instance().register_module_override(embedding, "weight", {"optim_bits": 32})
+head(embedding(torch.zeros(8, dtype=torch.int64, device="cuda"))).sum().backward()
+optimizer = bnb.optim.AdamW([embedding.weight, head.weight], optim_bits=8)
+before = torch.cuda.memory_allocated()
+optimizer.step()
+print(json.dumps([torch.cuda.memory_allocated() - before]))
+"""
+    # Two states of 4 bytes; two of a byte, a float32 for each 256 elements of both, and their maps.
+    (states,), _ = figures("", line)
+    assert states == 2 * 4 * 1024 * 64 + 2 * (1024 * 64 + 4 * 1024 * 64 // 256 + 1024)
+
+
+def test_a_package_that_libraries_import_and_nobody_uses_is_not_noted(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import importlib.metadata, importlib.util, torch\n"
+        "if importlib.util.find_spec('bitsandbytes') and importlib.metadata.version('bitsandbytes'):\n"
+        "    import bitsandbytes as bnb\n"
+        "assert not isinstance(torch.nn.Linear(8, 8, device='cuda'), bnb.nn.Linear4bit)\n"
+    )
+    assert not any("bitsandbytes" in note for note in memsize.run(script, gpu="a100").trace.notes)
+
+
 def test_cut_cross_entropy_of_gemma(figures: Figures) -> None:
     """Table 1 of the paper (Wijmans et al. 2024): 1 MB for the loss, and 1,164 MB with gradients, which take 1,161."""
     (forward, both, after), _ = figures(LOSS, "measured(linear_cross_entropy, 8192, 2304, 256_000)")

@@ -2,14 +2,15 @@
 
 Source: bitsandbytes 0.50.2, `nn/modules.py`, `functional.py`, `autograd/_functions.py`, and `optim/optimizer.py`. What
 its ops allocate is in `memsize.kernels.bitsandbytes`, for the installed package. As there, products of five rows or
-more unpack a 4-bit weight, and activations have no outliers. Known limit: transformers looks for the installed package
-before it loads a model with a `BitsAndBytesConfig`.
+more unpack a 4-bit weight, and activations have no outliers.
 """
 
 from __future__ import annotations
 
-import sys
+import importlib
+import json
 from collections.abc import Callable
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any, Final, Self
 
@@ -29,7 +30,11 @@ _PAGED_FROM: Final = 100_000
 
 
 def _functional() -> Any:
-    return sys.modules["bitsandbytes.functional"]
+    return importlib.import_module("bitsandbytes.functional")  # transformers keeps the package of an earlier run
+
+
+def _note_use() -> None:
+    _functional()._first_use()
 
 
 def _codes_of(device: torch.device) -> Tensor:
@@ -50,6 +55,8 @@ class QuantState(SimpleNamespace):
     state2: QuantState | None
     shape: torch.Size
     dtype: torch.dtype
+    quant_type: str
+    nested: bool
 
     def to(self, device: Any) -> None:
         """Move its tensors."""
@@ -58,6 +65,27 @@ class QuantState(SimpleNamespace):
                 value.to(device)
             elif isinstance(value, Tensor):
                 vars(self)[name] = value.to(device)
+
+    @classmethod
+    def from_dict(cls, qs_dict: dict[str, Any], device: Any) -> QuantState:
+        """Read the tensors of a checkpoint, and the other entries, which it keeps as JSON in another one."""
+        entries = {name.rpartition(".")[2]: value for name, value in qs_dict.items()}
+        (packed,) = [name for name in entries if name.startswith("bitsandbytes__")]
+        entries |= json.loads(bytes(entries.pop(packed).tolist()))
+        offset = state2 = None
+        if nested := "nested_absmax" in entries:
+            offset = torch.tensor(entries["nested_offset"]).to(device)
+            outer = {"absmax": entries["nested_absmax"], "code": entries["nested_quant_map"]}
+            state2 = cls(**{name: tensor.to(device) for name, tensor in outer.items()}, dtype=torch.float32)
+        return cls(
+            absmax=entries["absmax"].to(device),
+            code=entries["quant_map"].to(device),
+            shape=torch.Size(entries["shape"]),
+            dtype=getattr(torch, entries["dtype"]),
+            blocksize=entries["blocksize"],
+            quant_type=entries["quant_type"],
+            **{"offset": offset, "state2": state2, "nested": nested},
+        )
 
 
 def _packed(weight: Tensor, nested: bool, storage: torch.dtype, kind: str) -> tuple[Tensor, QuantState]:
@@ -82,6 +110,16 @@ def _unpacked(state: QuantState, dtype: torch.dtype) -> Tensor:
     weight = state.absmax.new_empty(state.shape, dtype=dtype)
     del maxima
     return weight
+
+
+def dequantize_4bit(A: Tensor, quant_state: QuantState, *_: Any, **__: Any) -> Tensor:  # noqa: N803
+    """The weight in its own dtype."""
+    return _unpacked(quant_state, quant_state.dtype)
+
+
+def int8_vectorwise_dequant(A: Tensor, stats: Tensor) -> Tensor:  # noqa: N803
+    """The weight in float32."""
+    return A * stats.view(-1, 1) * (1.0 / 127.0)
 
 
 class Params4bit(nn.Parameter):
@@ -111,6 +149,27 @@ class Params4bit(nn.Parameter):
         self.quant_state, self.bnb_quantized, self.module = quant_state, bnb_quantized, module
         self.compress_statistics, self.quant_type, self.quant_storage = compress_statistics, quant_type, quant_storage
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        other = type(self)(deepcopy(self.data, memo), self.requires_grad)
+        vars(other).update(vars(self), quant_state=deepcopy(self.quant_state, memo))
+        return other
+
+    @classmethod
+    def from_prequantized(
+        cls,
+        data: Tensor,
+        quantized_stats: dict[str, Any],
+        requires_grad: bool = False,
+        device: Any = "cuda",
+        module: Any = None,
+        **_: Any,
+    ) -> Self:
+        """A weight that a checkpoint keeps packed."""
+        state = QuantState.from_dict(quantized_stats, device)
+        kind, nested = state.quant_type, state.nested
+        options: dict[str, Any] = {"quant_type": kind, "compress_statistics": nested, "quant_storage": data.dtype}
+        return cls(data.to(device), requires_grad, state, module=module, bnb_quantized=True, **options)
 
     def cuda(self, device: Any = None, non_blocking: bool = False) -> Any:  # type: ignore[override]
         return self.to("cuda" if device is None else device)
@@ -165,6 +224,7 @@ class Linear4bit(nn.Linear):
         quant_storage: torch.dtype = torch.uint8,
         device: Any = None,
     ) -> None:
+        _note_use()
         super().__init__(input_features, output_features, bias, device)
         options: dict[str, Any] = {"quant_type": quant_type, "quant_storage": quant_storage, "module": self}
         self.weight = Params4bit(self.weight.data, compress_statistics=compress_statistics, **options)
@@ -222,6 +282,10 @@ class Int8Params(nn.Parameter):
         self.CB, self.SCB, self.has_fp16_weights = CB, SCB, has_fp16_weights
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        data, *both = deepcopy([self.data, self.CB, self.SCB], memo)
+        return type(self)(data, self.requires_grad, self.has_fp16_weights, *both)
+
     def cuda(self, device: Any = None, non_blocking: bool = False) -> Any:  # type: ignore[override]
         return self.to("cuda" if device is None else device)
 
@@ -249,6 +313,10 @@ class MatmulLtState:
     SCB: Tensor | None = None
     threshold = 0.0
     has_fp16_weights = True
+
+    def reset_grads(self) -> None:
+        """Forget the weight, which was replaced."""
+        self.CB = self.SCB = None
 
 
 class _Product8bit(torch.autograd.Function):
@@ -306,9 +374,11 @@ class Linear8bitLt(nn.Linear):
         index: Any = None,
         device: Any = None,
     ) -> None:
+        _note_use()
         super().__init__(input_features, output_features, bias, device)
         self.state = MatmulLtState()
         self.state.threshold, self.state.has_fp16_weights = threshold, has_fp16_weights
+        self.index = index
         self.weight = Int8Params(self.weight.data, has_fp16_weights, has_fp16_weights)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -325,6 +395,40 @@ class Linear8bitLt(nn.Linear):
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+class GlobalOptimManager:
+    """Options of single parameters, such as the 32 bits that a Trainer asks for the states of embeddings."""
+
+    def __init__(self) -> None:
+        self.module_weight_config_triple: list[tuple[nn.Module, str, dict[str, Any]]] = []
+        self.pid2config: dict[int, dict[str, Any]] = {}
+
+    @classmethod
+    def get_instance(cls) -> GlobalOptimManager:
+        """The one of this run."""
+        manager: GlobalOptimManager = vars(_functional()).setdefault("_manager", cls())
+        return manager
+
+    def register_parameters(self, params: Any) -> None:
+        """Do nothing: parameters are found by themselves."""
+
+    def override_config(self, parameters: Any, key: Any = None, value: Any = None, key_value_dict: Any = None) -> None:
+        """Set options of one or several parameters."""
+        for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+            self.pid2config.setdefault(id(parameter), {}).update(key_value_dict or {key: value})
+
+    def register_module_override(self, module: nn.Module, param_name: str, config: dict[str, Any]) -> None:
+        """Set options of a module's parameter."""
+        self.module_weight_config_triple.append((module, param_name, config))
+
+    def options_of(self, parameter: Tensor) -> dict[str, Any]:
+        """The options of a parameter that are not the optimizer's."""
+        options = self.pid2config.get(id(parameter), {})
+        for module, name, config in self.module_weight_config_triple:
+            if getattr(module, name) is parameter:
+                options = options | config
+        return options
 
 
 class _Optimizer(torch.optim.Optimizer):
@@ -346,6 +450,7 @@ class _Optimizer(torch.optim.Optimizer):
         is_paged: bool | None = None,
         **options: Any,
     ) -> None:
+        _note_use()
         super().__init__(params, {"lr": lr, **options})
         self.bits = optim_bits or self.bits
         self.is_paged, self._smallest = self.paged if is_paged is None else is_paged, min_8bit_size
@@ -365,7 +470,9 @@ class _Optimizer(torch.optim.Optimizer):
 
     def _begin(self, parameter: Tensor, state: dict[str, Any]) -> None:
         state["step"] = 0
-        is_small = self.bits == 32 or parameter.numel() < self._smallest
+        options = GlobalOptimManager.get_instance().options_of(parameter)
+        is_small = options.get("optim_bits", self.bits) == 32
+        is_small = is_small or parameter.numel() < options.get("min_8bit_size", self._smallest)
         blocks = -(-parameter.numel() // _BLOCK_OF_STATE)
         for number in range(1, self.states + 1):
             several = (self.first_states,) if number == 1 and self.first_states > 1 else ()
@@ -412,10 +519,15 @@ _OPTIMIZERS: Final = {
 _CLASSES: Final = (Params4bit, Linear4bit, _of_kind("LinearNF4"), _of_kind("LinearFP4"), Int8Params, Linear8bitLt)
 _LAYERS: Final = {cls.__name__: cls for cls in _CLASSES}
 MODULES: Final[dict[str, dict[str, Any]]] = {
-    "bitsandbytes": {"__version__": "0.50.2", "MatmulLtState": MatmulLtState},
+    "bitsandbytes": {"__version__": "0.50.2", "MatmulLtState": MatmulLtState, "supported_torch_devices": {"cuda"}},
     # Pages are the host's, whose memory is counted where this module is patched.
-    "bitsandbytes.functional": {"QuantState": QuantState, **dict.fromkeys(("get_paged", "fill", "prefetch_tensor"))},
+    "bitsandbytes.functional": {
+        "QuantState": QuantState,
+        "dequantize_4bit": dequantize_4bit,
+        "int8_vectorwise_dequant": int8_vectorwise_dequant,
+        **dict.fromkeys(("get_paged", "fill", "prefetch_tensor")),
+    },
     "bitsandbytes.nn": _LAYERS,
     "bitsandbytes.nn.modules": _LAYERS,
-    "bitsandbytes.optim": _OPTIMIZERS,
+    "bitsandbytes.optim": {**_OPTIMIZERS, "GlobalOptimManager": GlobalOptimManager},
 }

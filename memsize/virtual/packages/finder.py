@@ -1,6 +1,7 @@
 """The import of a package of CUDA kernels that is not installed, by a script: it gets the simulated one.
 
-Libraries that look whether a package is there, to choose another path, still find that it is not.
+Libraries that look whether a package is there, to choose another path, still find that it is not. They find
+bitsandbytes, since transformers, accelerate and PEFT refuse its configs without it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
@@ -84,7 +88,17 @@ _NO_KERNEL: Final = (
     "the kernel {} of the Hub could not be loaded ({}: {}): the figures are those of what the script does without it"
 )
 
-ASKING: Final = (_FLASH, _LIGER, _TRL, "kernels", _HUB_OF_TRANSFORMERS)
+_INSTALLED: Final = "bitsandbytes"
+"""The simulated package that libraries find installed; it is noted once its layers or optimizers are made."""
+_INTEGRATION: Final = "transformers.integrations.bitsandbytes"
+"""The module of transformers that imports bitsandbytes where it is there."""
+_ASKED_ONCE: Final = {
+    "transformers.utils.import_utils": ("is_bitsandbytes_available",),
+    "peft.import_utils": ("is_bnb_available", "is_bnb_4bit_available"),
+}
+"""The functions of libraries that cache whether bitsandbytes is there."""
+
+ASKING: Final = (_FLASH, _LIGER, _TRL, "kernels", _HUB_OF_TRANSFORMERS, _INTEGRATION)
 """Modules whose names are replaced once they are imported."""
 
 
@@ -98,10 +112,12 @@ class SimulatedPackages(MetaPathFinder):
     def importable(self) -> Iterator[None]:
         """While open, scripts can import the packages."""
         sys.meta_path.append(self)
+        _forget_answers()
         try:
             yield
         finally:
             sys.meta_path.remove(self)
+            _forget_answers()
             liger.restore()
             for name in [name for name, module in sys.modules.items() if isinstance(module, _SimulatedModule)]:
                 del sys.modules[name]
@@ -144,6 +160,10 @@ class SimulatedPackages(MetaPathFinder):
             if hasattr(module, "get_kernel_hub"):  # where `kernels` is installed
                 yield wrapping(module, "get_kernel_hub", self._hub_kernel)
 
+        def integrated(module: Any) -> Iterator[tuple[Any, str, Any]]:
+            if not hasattr(module, "bnb"):  # imported before the script ran
+                yield module, "bnb", _module(_INSTALLED)
+
         return {
             _FLASH: installed,
             _LIGER: applying,
@@ -151,6 +171,7 @@ class SimulatedPackages(MetaPathFinder):
             "ray": workers,
             "kernels": of_hub,
             _HUB_OF_TRANSFORMERS: of_transformers,
+            _INTEGRATION: integrated,
         }
 
     def _hub_kernel(self, original: Callable[..., Any], repo_id: str, *args: Any, **options: Any) -> Any:
@@ -178,10 +199,33 @@ class SimulatedPackages(MetaPathFinder):
         return inference_servers.LLM(*args, **options)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        package = name.partition(".")[0]
+        if name in _MODULES and package == _INSTALLED:
+            return ModuleSpec(name, _SimulatedLoader(partial(self._note, _NOTE.format(package))), is_package=True)
         if name not in _MODULES or not _is_imported_by_script(name in _KERNELS):
             return None
-        self._note(_NOTE.format(name if name in _KERNELS else name.partition(".")[0]))
+        self._note(_NOTE.format(name if name in _KERNELS else package))
         return ModuleSpec(name, _SimulatedLoader(), is_package=True)
+
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterator[Distribution]:
+        """Yield the version of the package that libraries find installed, where they ask for it by name."""
+        if context.name == _INSTALLED:
+            yield _SimulatedDistribution()
+
+
+def _forget_answers() -> None:
+    for module, names in _ASKED_ONCE.items():
+        for name in names if module in sys.modules else ():
+            if forget := getattr(getattr(sys.modules[module], name, None), "cache_clear", None):
+                forget()
+
+
+class _SimulatedDistribution(Distribution):
+    def read_text(self, filename: str) -> str | None:
+        return f"Version: {_MODULES[_INSTALLED]['__version__']}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(path)
 
 
 def _runs_on_gpu(repo_id: str) -> bool:
@@ -206,12 +250,15 @@ def _module(package: str) -> ModuleType:
 
 
 class _SimulatedLoader(Loader):
+    def __init__(self, first_use: Callable[[], None] = lambda: None) -> None:
+        self._first_use = first_use
+
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _SimulatedModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(_MODULES[module.__name__])
-        for name in _MODULES if module.__name__ == "bitsandbytes" else ():  # which imports its own modules
+        vars(module).update(_MODULES[module.__name__], _first_use=self._first_use)
+        for name in _MODULES if module.__name__ == _INSTALLED else ():  # which imports its own modules
             if name.rpartition(".")[0] == module.__name__:
                 importlib.import_module(name)
 
