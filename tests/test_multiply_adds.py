@@ -15,6 +15,7 @@ import memsize
 from memsize import Report
 from memsize.errors import UnknownValueError
 from memsize.render import render
+from tests.conftest import Python
 from tests.models import Toy
 from tests.records import column_keys, totals, visible
 
@@ -173,3 +174,20 @@ def test_chosen_columns_have_their_totals(toy: Report) -> None:
     text = render(toy, "text", columns=["params_percent", "mult_adds", "mult_adds_share"])
     line = next(line for line in text.splitlines() if line.startswith("total"))
     assert line.split() == ["total", "100%", "20,032,500,400", "100%"]
+
+
+def test_formulas_are_read_without_importing_triton(python: Python, tmp_path: Path) -> None:
+    kernels = tmp_path / "triton" / "runtime" / "jit.py"
+    kernels.parent.mkdir(parents=True)
+    kernels.write_text("class JITFunction: pass")
+    program = """
+import memsize.kernels.multiply_adds, sys
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+print("triton" in sys.modules)
+from triton.runtime.jit import JITFunction
+kernel = JITFunction()
+register_flop_formula(kernel)(lambda *_, **__: 7)
+print(flop_registry[kernel]())
+"""
+    done = python("-c", program)
+    assert done.stdout.split() == ["False", "7"], done.stderr

@@ -455,9 +455,12 @@ def test_a_rank_that_fails_ends_with_status_1(tmp_path: Path, capsys: pytest.Cap
     assert "Rank 1 failed: KeyError: 'x'. --rank 1 shows where." in capsys.readouterr().out
 
 
-def test_a_script_for_torchrun_is_told_of_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("failing", ["os.environ['LOCAL_RANK']", "raise ValueError('LOCAL_RANK must be set before.')"])
+def test_a_script_for_torchrun_is_told_of_the_option(
+    failing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import os\nos.environ['LOCAL_RANK']", encoding="utf-8")
+    script.write_text(f"import os\n{failing}", encoding="utf-8")
     assert command(["run", str(script)]) == 1
     assert "needs LOCAL_RANK, which torchrun sets: --gpus 8 runs it as one of 8 processes" in capsys.readouterr().out
 

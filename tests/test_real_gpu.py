@@ -129,7 +129,7 @@ def test_packages_of_cuda_kernels_are_named(tmp_path: Path, monkeypatch: pytest.
     assert sentence == f"train.py:2 needs {name}, which is made for a real GPU: {needed.instead}."
 
 
-@pytest.mark.parametrize("name", ["bitsandbytes", "deepspeed", "fla", "liger_kernel", "some_tracker"])
+@pytest.mark.parametrize("name", ["bitsandbytes", "deepspeed", "fla", "liger_kernel", "some_tracker", "triton"])
 def test_packages_that_only_have_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     class Missing:
         """Keeps the package from being found, also where it is installed."""

@@ -296,7 +296,6 @@ _INSTEAD: Final = {
     "liger_kernel": "set use_liger_kernel=False",
     "mamba_ssm": _MAMBA,
     "transformer_engine": "use its Linear, LayerNormLinear, LayerNormMLP, attention or TransformerLayer, simulated",
-    "triton": "it comes with PyTorch's CUDA builds, and its kernels need a torch.library.custom_op around them",
     "unsloth": "load the model with transformers and peft themselves",
     "vllm": "memsize serve sizes its weights, KV cache and CUDA graphs without one",
     "xformers": "use torch.nn.functional.scaled_dot_product_attention, as diffusers and transformers do without it",
@@ -340,7 +339,7 @@ def _needed(error: BaseException) -> NeedsGpu | None:
     named += [root for root in reversed(roots) if root not in ("torch", "memsize", "triton")][:1]
     tried = _TRIED if isinstance(error, ImportError) else frozenset()
     package = next((name for name in named if name in _INSTEAD and name not in tried), None)
-    if package is not None and not (package == "triton" and "triton" in roots):
+    if package is not None:
         return NeedsGpu("package", name=package, line=line, instead=_INSTEAD[package])
     if op is not None:
         return NeedsGpu("op", op, line)

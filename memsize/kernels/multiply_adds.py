@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from memsize.torch_internals.flop_counter import flop_registry, shape_wrapper
 from memsize.torch_internals.sparse_tensors import PARTS, stored_elements
 
 FLOPS_OF_ONE: Final = 2

@@ -180,7 +180,8 @@ def _missing_checkpoint(run: ProgramRun) -> Iterator[Finding]:
 
 @RULES.rule("run-needs-launcher")
 def _needs_launcher(run: ProgramRun) -> Iterator[Finding]:
-    missing = next((name for name in environment(ALONE) if run.failure == f"KeyError: '{name}'"), None)
+    words = re.findall(r"[A-Z_]+", run.failure or "")
+    missing = next((name for name in environment(ALONE) if name in words), None)
     if missing is not None and run.trace.world == ALONE:
         template = "The script needs {name}, which torchrun sets: --gpus 8 runs it as one of 8 processes."
         yield Finding("run-needs-launcher", template, {"name": missing})
