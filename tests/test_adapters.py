@@ -265,7 +265,8 @@ def stored_bytes(trace: Trace) -> dict[str, int]:
     [
         ({"lora": "r=4,targets=upp"}, r"^no layer is called 'upp': did you mean up\?$"),
         ({"lora": "r=65,targets=down"}, r"^rank 65 is larger than blocks.0.down: the largest is 64$"),
-        ({"lora": "rank=4"}, r"^lora has no option 'rank': "),
+        ({"lora": "rank=4"}, r"^lora has no option 'rank': did you mean r\?$"),
+        ({"lora": "target_modules=up"}, r"^lora has no option 'target_modules': did you mean targets\?$"),
         ({"lora": "r=0"}, r"^r is 0: it should be a whole number from 1$"),
         ({"lora": "r"}, r"^cannot read the option 'r' of lora: write it like r=16,targets=q_proj;v_proj$"),
         ({"lora": "dropout=2"}, r"^dropout is 2: "),
@@ -275,6 +276,9 @@ def stored_bytes(trace: Trace) -> dict[str, int]:
         ({"adapter": "lore"}, r"^no adapter 'lore': did you mean lora, dora\?$"),
         ({"lora": "r=4", "adapter": "dora"}, r"^lora and adapter are both given: leave one of them out$"),
         ({"base": "nf5"}, r"^no base 'nf5': did you mean nf4, nvfp4\?$"),
+        ({"base": "4-bit"}, r"^no base '4-bit': did you mean nf4\?$"),
+        ({"base": "8bit"}, r"^no base '8bit': did you mean int8\?$"),
+        ({"freeze": "block.*.up"}, r"^freeze: nothing is called 'block.\*.up': did you mean blocks.\*.up, "),
         ({"freeze": "block"}, r"^freeze: nothing is called 'block': did you mean blocks\?$"),
     ],
 )

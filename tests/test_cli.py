@@ -328,6 +328,11 @@ def test_the_command_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
             "no such option '--model': did you mean --against? (memsize checkpoint --help)",
         ),
         ("sweep --hel", "no such option '--hel': did you mean --help, --scheduler? (memsize sweep --help)"),
+        ("sweep a.toml --lora r=8", "no such option '--lora': write lora = … in the file (memsize sweep --help)"),
+        (
+            "serve m.py:Net --lora r=8",
+            "no such option '--lora': it is one of memsize report, timeline, fit, generate (memsize serve --help)",
+        ),
         ("sweep a.toml --zzz", "no such option '--zzz' (memsize sweep --help)"),
         (
             "fit-script a.py --vary-argument bs --gpu t4",

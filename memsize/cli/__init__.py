@@ -201,9 +201,23 @@ def _usage(error: click.ClickException) -> str:
     if isinstance(error, click.NoSuchOption):
         flags = {flag.lstrip("-"): flag for parameter in context.command.params for flag in parameter.opts} | _HELP
         meant = _OTHER_NAMES.get(error.option_name, "")
-        near = (meant,) if meant in flags.values() else nearest(error.option_name.lstrip("-"), flags)
-        text = f"no such option {quoted(error.option_name)}" + (f": did you mean {', '.join(near)}?" if near else "")
+        name = error.option_name.lstrip("-")
+        near = (meant,) if meant in flags.values() else nearest(name, flags)
+        hint = f": did you mean {', '.join(near)}?" if near else ""
+        if not any(flag.lstrip("-").startswith(name) or flag == meant for flag in near):
+            hint = _elsewhere(error.option_name, context) or hint
+        text = f"no such option {quoted(error.option_name)}{hint}"
     return f"{text[:1].lower()}{text[1:]} ({context.command_path} --help)"
+
+
+def _elsewhere(flag: str, context: click.Context) -> str:
+    """Where an option of other commands belongs: in the file of a sweep or a check, or behind those commands."""
+    names = ("report", "timeline", "fit", "generate", "serve")
+    commands = {name: memsize.get_command(context, name) for name in names if name != context.info_name}
+    having = [name for name, command in commands.items() if command and any(flag in p.opts for p in command.params)]
+    if having and context.info_name in ("sweep", "check"):
+        return f": write {flag.lstrip('-').replace('-', '_')} = … in the file"
+    return f": it is one of memsize {', '.join(having)}" if having else ""
 
 
 def _bug(error: Exception, session: Session) -> str:

@@ -8,6 +8,7 @@ other kinds, and LoRA beside layers that are not linear, are made by peft where 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
@@ -194,7 +195,10 @@ def _freeze_matching(model: nn.Module, pattern: str) -> None:
     frozen = [p for name, p in named.items() if matches(name, pattern) or any(name.startswith(f"{p}.") for p in paths)]
     if not frozen:
         names = dict.fromkeys(part for name in named for part in name.split(".") if not part.isdecimal())
-        near = nearest(pattern, [path for path, _ in model.named_modules() if path]) if "." in pattern else None
+        paths = [path for path, _ in model.named_modules() if path]
+        if "*" in pattern:  # of all layers in a list, one pattern
+            paths = list(dict.fromkeys(re.sub(r"(?<=\.)\d+\b", "*", path) for path in paths))
+        near = nearest(pattern, paths) if "." in pattern else None
         raise UnknownInputError(
             "parameter", pattern, names, near=near or None, problem=f"freeze: nothing is called {pattern!r}"
         )

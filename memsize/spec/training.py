@@ -131,9 +131,24 @@ PEFT_CONFIGS: Final = {
 """Kinds of adapters, and the class of peft that configures each."""
 BASES: Final = ("nf4", "nf4-double", "fp4", "int8", "fp8", "mxfp4", "nvfp4")
 """Formats of a frozen base. Each is the scenario of this name; fp8 is `fp8-weight`."""
+_BASE_NAMES: Final = {
+    **dict.fromkeys(("4bit", "int4", "qlora", "bnb", "bitsandbytes"), ("nf4",)),
+    **dict.fromkeys(("8bit", "int8weight"), ("int8",)),
+    "float8": ("fp8",),
+}
+"""What others call formats of a base."""
 RANK: Final = 16
 ADAPTER_OPTIONS: Final = ("r", "alpha", "dropout", "targets", "train")
 """The options of LoRA; those of other kinds are also named as peft's configuration names them."""
+_PEFT_NAMES: Final = {
+    "rank": "r",
+    "lora_r": "r",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "targets",
+    "modules_to_save": "train",
+}
+"""What peft and others call options of LoRA."""
 _UNRANKED: Final = ("ia3", "oft")
 """Kinds whose `r` and `dropout` mean something else to peft, or nothing."""
 
@@ -194,7 +209,8 @@ def parse_lora(text: str, kind: str = "lora") -> Adapter:
                 raise InputError(f"dropout is {value}: it should be a number from 0 to below 1")
             adapter = replace(adapter, dropout=probability)
         elif kind == "lora" and name not in ADAPTER_OPTIONS:
-            raise UnknownInputError("option", name, ADAPTER_OPTIONS, problem=f"lora has no option {name!r}")
+            near = (_PEFT_NAMES[name],) if name in _PEFT_NAMES else None
+            raise UnknownInputError("option", name, ADAPTER_OPTIONS, near=near, problem=f"lora has no option {name!r}")
         else:
             try:
                 literal: object = ast.literal_eval(value)
@@ -207,7 +223,7 @@ def parse_lora(text: str, kind: str = "lora") -> Adapter:
 def parse_base(name: str) -> str:
     """The scenario whose layout a frozen base in the format `name` has."""
     if name not in BASES:
-        raise UnknownInputError("base", name, BASES)
+        raise UnknownInputError("base", name, BASES, near=_BASE_NAMES.get(name.lower().replace("-", "")))
     return "fp8-weight" if name == "fp8" else name
 
 
