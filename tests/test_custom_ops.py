@@ -251,6 +251,21 @@ def test_the_note_on_triton_names_kernels_and_ops(tmp_path: Path, monkeypatch: p
         sys.modules.pop(name, None)
 
 
+def test_kernels_compiled_by_nvrtc_write_what_is_there(tmp_path: Path) -> None:
+    run = ran(
+        tmp_path,
+        """
+        kernel = torch.cuda._compile_kernel('extern "C" __global__ void fill(float* x) {}', "fill")
+        kernel.set_shared_memory_config(64 * 1024)
+        x = torch.zeros(4, device="cuda")
+        kernel(grid=(1, 1, 1), block=(4, 1, 1), args=[x])
+        x.tolist()
+        """,
+    )
+    assert "NVRTC kernels are not run (fill): they write to existing tensors and allocate no memory" in run.trace.notes
+    assert [assumption.lines for assumption in run.assumed] == [("train.py:11",)]
+
+
 def test_the_body_counts_in_a_traced_model_too() -> None:
     """64 Mi values of 4 B, beside a model of 16 values; a body that fails without a GPU leaves its results to the
     fake, and says so.

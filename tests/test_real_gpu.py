@@ -115,6 +115,48 @@ def test_triton_kernels_write_what_is_there(tmp_path: Path, monkeypatch: pytest.
     assert "left_out" not in launched[0].run.__qualname__ and "triton" not in sys.modules
 
 
+DRIVER = """
+import torch
+class GPUDriver:
+    def __init__(self): self.get_device_capability = torch.cuda.get_device_capability
+class CudaDriver(GPUDriver):
+    def __init__(self): raise AssertionError("libcuda.so cannot found!")
+    def get_current_target(self): return self.get_device_capability(0)
+class Backend: driver = CudaDriver
+backends = {"nvidia": Backend}
+"""
+
+
+def test_tritons_driver_is_that_of_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T4: a block can have 64 KiB of shared memory (CUDA's programming guide, compute capability 7.5)."""
+    files = {
+        "__init__": "from .runtime import autotuner",
+        "backends": DRIVER,
+        "runtime/__init__": "from .driver import driver",
+        "runtime/driver": "class Config: _active = None\ndriver = Config()",
+        "runtime/jit": TRITON.replace("Kernel", "JITFunction"),
+        "runtime/autotuner": "from .. import backends\nfrom . import jit\nclass Autotuner(jit.JITFunction): ...",
+    }
+    for name, text in files.items():
+        (tmp_path / f"triton/{name}.py").parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"triton/{name}.py").write_text(text)
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "seen", seen, raising=False)
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "triton":
+            monkeypatch.delitem(sys.modules, name)
+    script = """
+        import sys, torch, triton
+        driver = triton.runtime.driver._active
+        sys.seen += [triton.runtime.driver, driver.get_current_target(), driver.utils.get_device_properties(0)]
+        driver.launcher_cls(None, {})
+        """
+    _, error = run_script(tmp_path, script)
+    config, capability, properties = seen
+    assert (capability, properties["max_shared_mem"], properties["multiprocessor_count"]) == ((7, 5), 64 * 1024, 40)
+    assert config._active is None and str(error) == "a compiled Triton kernel can be launched only on a real GPU"
+
+
 def test_an_extension_that_wants_tensors_of_cuda(tmp_path: Path) -> None:
     needed, sentence = said(tmp_path, 'raise RuntimeError("input must be a CUDA tensor")')
     assert needed == NeedsGpu("extension", None, "train.py:1")

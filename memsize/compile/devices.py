@@ -132,7 +132,6 @@ class GpuProperties(DeviceProperties):
     half: float = 0
     single: float = 0
     memory: float = 0
-    shared_memory_per_block_optin: int = 166912
     gcnArchName: str = ""  # noqa: N815 - PyTorch's name
 
     @classmethod

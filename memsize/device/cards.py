@@ -74,8 +74,12 @@ _BY_KEY: Final = {_key(name): card for card in CARDS.values() for name in (card.
 _PROCESSORS: Final = {row["name"]: int(row["multiprocessors"]) for row in _ROWS if row["multiprocessors"]}
 
 
-_THREADS: Final = {(7, 5): 1024, (8, 0): 2048, **dict.fromkeys([(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)], 1536)}
+_CONSUMER: Final = [(8, 6), (8, 9), (12, 0), (12, 1)]
+"""Compute capabilities of consumers' GPUs since Ampere."""
+_THREADS: Final = {(7, 5): 1024, (8, 0): 2048, (8, 7): 1536, **dict.fromkeys(_CONSUMER, 1536)}
 """How many threads a multiprocessor can run at once; 2,048 elsewhere (CUDA programming guide, compute capabilities)."""
+_SHARED: Final = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, **dict.fromkeys(_CONSUMER, 99)}
+"""KiB of shared memory that a block can opt in to; 227 elsewhere (the same table)."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,10 @@ class DeviceProperties:
     is_multi_gpu_board: int = 0
     regs_per_multiprocessor: int = 65536
     shared_memory_per_block: int = 48 * 1024
+
+    @property
+    def shared_memory_per_block_optin(self) -> int:
+        return _SHARED.get((self.major, self.minor), 227) * 1024
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"memsize does not know the {name} of a {self.name}")

@@ -1,6 +1,6 @@
 """Launches that a virtual GPU leaves out: CUDA graphs, which run eagerly instead, and kernels outside of PyTorch.
 
-Code inside a capture runs at once, and allocates from the graph's own memory pool. A kernel of Triton or of
+Code inside a capture runs at once, and allocates from the graph's own memory pool. A kernel of Triton, NVRTC or
 bitsandbytes' native library, or of DeepSpeed's optimizers, writes into existing tensors, so nothing is allocated; known
 values of its arguments become unknown.
 Scratch memory of a kernel (`triton.set_allocator`) is not counted.
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from memsize.device.cards import DeviceProperties
 from memsize.processes.patches import LatePatches, Patch, wrapping
 from memsize.records.finding import join_names
 from memsize.tracing.dispatch import left_out
@@ -79,34 +80,71 @@ def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     for owner in (cuda, cuda.memory):
         yield owner, "MemPool", MemPool
         yield owner, "use_mem_pool", lambda pool, device=None: ledger.private_pool(pool.id[1])
+    yield from _nvrtc(ledger)
 
 
-# -- triton kernels --------------------------------------------------------------------------------------------------
+# -- kernels that are compiled at run time ----------------------------------------------------------------------------
 
 MODULE: Final = "triton.runtime.autotuner"
 """What imports the rest of Triton's launching, and is imported with it."""
-_NOTE: Final = "Triton kernels are not run ({}): they write to existing tensors and allocate no memory"
+_NOTE: Final = "{} kernels are not run ({}): they write to existing tensors and allocate no memory"
 
 
-def later(ledger: VirtualLedger) -> dict[str, LatePatches]:
+class _NotRun:
+    """The kernels of one compiler that were left out, as a note names them."""
+
+    def __init__(self, ledger: VirtualLedger, compiler: str) -> None:
+        self._ledger, self._compiler = ledger, compiler
+        self._names: dict[str, None] = {}
+
+    def launch(self, name: str, *args: Any, **options: Any) -> None:
+        left_out(*args, **options)
+        notes, op = self._ledger.evaluator.notes, self._ledger.custom_op
+        notes.pop(self._note, None)
+        self._names[name + (f" in {op}" if op else "")] = None
+        notes[self._note] = None
+
+    @property
+    def _note(self) -> str:
+        return _NOTE.format(self._compiler, join_names(tuple(self._names)))
+
+
+class _NvrtcKernel:
+    """The result of `torch.cuda._compile_kernel` (torch/cuda/_utils.py, 2.9 to 2.14)."""
+
+    def __init__(self, name: str, left_out: _NotRun) -> None:
+        self._name, self._left_out = name, left_out
+
+    def __call__(self, grid: Any = (), block: Any = (), args: Any = None, *_: Any, **__: Any) -> None:
+        self._left_out.launch(self._name, args)
+
+    def set_shared_memory_config(self, shared_mem_bytes: int) -> None:
+        pass
+
+
+def _nvrtc(ledger: VirtualLedger) -> Iterator[Patch]:
+    kernels = _NotRun(ledger, "NVRTC")
+    for name in ("_compile_kernel", "compile_kernel"):
+        if hasattr(torch.cuda, name):
+            yield torch.cuda, name, lambda source, kernel, *_, **__: _NvrtcKernel(kernel, kernels)
+
+
+def later(ledger: VirtualLedger, gpu: DeviceProperties) -> dict[str, LatePatches]:
     """Return the patches of Triton, for when the program has imported it."""
-    kernels: dict[str, None] = {}
+    kernels = _NotRun(ledger, "Triton")
 
     def noted(kernel: Any, *args: Any, **options: Any) -> None:
-        left_out(*args, **options)
         if getattr(kernel, "configs", None):
             kernel.best_config = kernel.configs[0]  # programs read its block sizes after a launch
         while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):  # an autotuner, a set of heuristics
             kernel = kernel.fn
-        name = getattr(kernel, "__name__", "a kernel without a name")
-        ledger.evaluator.notes.pop(_NOTE.format(join_names(tuple(kernels))), None)
-        kernels[name + (f" in {ledger.custom_op}" if ledger.custom_op else "")] = None
-        ledger.evaluator.notes[_NOTE.format(join_names(tuple(kernels)))] = None
+        kernels.launch(getattr(kernel, "__name__", "a kernel without a name"), *args, **options)
 
     return {
         MODULE: lambda module: [
             (module.Autotuner, "run", noted),
             (sys.modules["triton.runtime.jit"].JITFunction, "run", noted),
+            *_triton_driver(gpu),
         ],
         "bitsandbytes.cextension": lambda module: [
             wrapping(getattr(module, library), "__getattr__", _native_function)
@@ -115,6 +153,42 @@ def later(ledger: VirtualLedger) -> dict[str, LatePatches]:
         ],
         "deepspeed.ops.op_builder.builder": lambda module: [wrapping(module.OpBuilder, "load", _optimizer_kernels)],
     }
+
+
+def _triton_driver(gpu: DeviceProperties) -> Iterator[Patch]:
+    """Triton's driver for the simulated GPU. Libraries choose block sizes, and with them buffers, by what it answers.
+
+    Source: triton/backends/nvidia/driver.py and driver.c (3.6 to 3.9).
+    """
+    drivers: Any = sys.modules.get("triton.runtime.driver")
+    backends: Any = getattr(sys.modules.get("triton.backends"), "backends", {})
+    if drivers is None or "nvidia" not in backends:
+        return
+    driver: Any = object.__new__(backends["nvidia"].driver)  # its own __init__ loads libcuda
+    super(type(driver), driver).__init__()
+    driver.utils, driver.launcher_cls = _TritonUtils(gpu), _launch_compiled
+    yield drivers.driver, "_active", driver
+
+
+class _TritonUtils:
+    """The compiled part of the driver."""
+
+    def __init__(self, gpu: DeviceProperties) -> None:
+        self._gpu = gpu
+
+    def get_device_properties(self, _: int) -> dict[str, int]:
+        gpu = self._gpu
+        return {
+            "max_shared_mem": gpu.shared_memory_per_block_optin,
+            "max_num_regs": gpu.regs_per_multiprocessor,
+            "multiprocessor_count": gpu.multi_processor_count,
+            "warpSize": gpu.warp_size,
+        }
+
+
+def _launch_compiled(*_: Any) -> None:
+    """The launcher of a kernel that a program compiles itself."""
+    raise RuntimeError("a compiled Triton kernel can be launched only on a real GPU")
 
 
 def _native_function(original: Callable[[Any, str], Any], library: Any, name: str) -> Any:

@@ -128,7 +128,7 @@ def virtual_gpu(
         compile_patch: Patch = (torch, "compile", compilation.compile)
         replaced = (compile_patch, threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
         own: dict[str, LatePatches] = {
-            **launches.later(ledger),
+            **launches.later(ledger, driver.properties),
             **ledger.host_memory.later(),
             overrides.FLEX: overrides.override_imported,
         }
