@@ -630,6 +630,17 @@ def test_floats_of_a_graph_of_any_size_are_inputs() -> None:
     assert not [note for note in compiled.notes if "could not be" in note]
 
 
+def test_a_transform_of_torch_func_is_compiled() -> None:
+    """It refuses saved-tensor hooks, such as those of a run. The gradient of a sum of exp is exp: one tensor more."""
+    trace = run_script(
+        "import torch\ngradient = torch.compile(torch.func.grad(lambda x: x.exp().sum()))\n"
+        "gradient(torch.randn(64, 64, device='cuda'))"
+    )
+    assert peak(trace) == 2 * 64 * 64 * 4
+    assert not trace.failure and not [note for note in trace.notes if "could not be" in note]
+    assert torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
 def test_with_compiled_autograd_each_backward_is_compiled_by_itself() -> None:
     lines = "model = torch.compile(model)"
     usual, compiled = ran(lines), ran(f"with torch._dynamo.config.patch(compiled_autograd=True): {lines}")

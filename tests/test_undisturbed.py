@@ -13,6 +13,8 @@ from weakref import WeakSet
 
 import numpy as np
 import pytest
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -168,6 +170,20 @@ def test_what_a_target_sets_while_it_is_imported_holds_for_its_runs_only(write: 
     assert {tensor.spec.dtype for tensor in report.trace.tensors} == {"float64"}
     assert report.layers["output_bytes"].sum() == 8 * 8 + 8 * 8  # of the linear layer, and of the sum
     assert changes(before, process_state()).keys() <= {"imports"}  # of what loading and the table need
+
+
+def test_what_a_run_sets_for_the_compiler_is_put_back() -> None:
+    """Settings with values of their own, and those that a run imports."""
+    with warnings.catch_warnings(action="ignore"):
+        from torch._functorch import config as functorch
+        from torch._inductor import config as inductor
+    before = functorch.activation_memory_budget, inductor.triton.cudagraphs, inductor.max_autotune
+    with inductor.patch(max_autotune=True):
+        with settings_kept():
+            functorch.activation_memory_budget = 0.5
+            inductor.triton.cudagraphs, inductor.max_autotune = True, False
+        after = functorch.activation_memory_budget, inductor.triton.cudagraphs, inductor.max_autotune
+    assert after == (*before[:2], True)
 
 
 def test_settings_that_cannot_be_read_are_left_alone() -> None:

@@ -46,6 +46,7 @@ from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.named_devices import named_gpu
 from memsize.tracing.overrides import Compiles, compilation
 from memsize.tracing.run import Run
+from memsize.tracing.saved_tensors import functional_transforms_suspended
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _PACKAGES: Final = _PACKAGE / "virtual" / "packages"
@@ -76,6 +77,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         wrapping(OptimizerVariable, "call_method", _grouped),
         wrapping(torch._TorchCompileInductorWrapper, "__call__", _compiled, compiler),
         wrapping(dynamo, "optimize", _optimized),
+        wrapping(torch._C._autograd, "_saved_tensors_hooks_disable", _disabled_for_others),
         (compiled_autograd, "_enable", contextmanager(partial(_backward_by_graph, compiler))),
         *tracing_shortcuts(),
     ]
@@ -130,7 +132,13 @@ def _traced(original: Callable[..., Any], wrapper: Any, frame: Any, *args: Any) 
         return original(wrapper, frame, *args)
     if frame.f_code is _STEP_WITH_HOOKS:
         return ConvertFrameReturn()
-    with _disable_current_modes(), part.traced(), assigned(part, "is_tracing", True), warnings.catch_warnings():
+    with (
+        _disable_current_modes(),
+        part.traced(),
+        functional_transforms_suspended(),
+        assigned(part, "is_tracing", True),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # PyTorch's, about its own reading of attributes
         result = original(wrapper, frame, *args)
     if result.guarded_code is not None:
@@ -190,6 +198,11 @@ def _compiled(
 
 def _optimized(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return original(*args, **{**options, "guard_filter_fn": _guarded_by(options.get("guard_filter_fn"))})
+
+
+def _disabled_for_others(original: Callable[..., None], message: str, *_: bool) -> None:
+    """Transforms of `torch.func` refuse saved-tensor hooks, among which are those of the run."""
+    original(message, False)  # do not fail although there are some
 
 
 def _specialized(original: Callable[..., dict[str, Any]], value: torch.Tensor) -> dict[str, Any]:

@@ -200,6 +200,22 @@ def _mapping(mapping: Any) -> _Setting:
     return _Setting(lambda: dict(mapping), write)
 
 
+def _compiler(name: str) -> _Setting:
+    """What differs from its default in a configuration of PyTorch's compiler, which may not be imported yet."""
+
+    def read() -> dict[str, Any]:
+        config: Any = sys.modules.get(name)
+        changed = () if config is None else [key for key in config._config if not config._is_default(key)]
+        return {key: getattr(config, key) for key in changed}
+
+    def write(before: dict[str, Any]) -> None:
+        config: Any = sys.modules[name]
+        for key in read().keys() | before.keys():
+            setattr(config, key, before[key] if key in before else config._config[key].default)
+
+    return _Setting(read, write)
+
+
 def _autocast(device: str) -> tuple[_Setting, _Setting]:
     return (
         _Setting(partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)),
@@ -279,6 +295,7 @@ _OF_PYTORCH: Final = (
         if name.startswith("_global_") and isinstance(hooks, dict)
     ),
     _attribute(nn_module, "_global_is_full_backward_hook"),
+    *(_compiler(f"torch.{part}.config") for part in ("_dynamo", "_functorch", "_inductor")),
     _mapping(torch_optimizer._global_optimizer_pre_hooks),
     _mapping(torch_optimizer._global_optimizer_post_hooks),
 )

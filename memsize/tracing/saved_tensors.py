@@ -10,7 +10,7 @@ else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 
@@ -73,6 +73,11 @@ def functional_transforms_allowed() -> Iterator[None]:
     """While open, `torch.func` takes no offence at the hooks of this thread's run."""
     with _patches.active():
         yield
+
+
+def functional_transforms_suspended() -> AbstractContextManager[None]:
+    """A region in which `torch.func` is the original, as Dynamo knows it."""
+    return _patches.suspended()
 
 
 _allowed = Override(torch.autograd.graph, "disable_saved_tensors_hooks", lambda _, error_message: nullcontext())
