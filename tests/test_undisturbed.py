@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -13,8 +14,6 @@ from weakref import WeakSet
 
 import numpy as np
 import pytest
-import warnings
-
 import torch
 from torch import Tensor, nn
 

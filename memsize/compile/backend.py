@@ -26,6 +26,7 @@ from torch._inductor import compile_fx, config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Graph, GraphModule, Interpreter
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -40,6 +41,7 @@ from memsize.processes.patches import Patches, assigned, wrapping
 from memsize.records.aggregates import live_bytes
 from memsize.torch_internals.meta import suspended
 from memsize.tracing.ledger import Ledger
+from memsize.tracing.named_devices import named_gpu
 from memsize.tracing.overrides import compilation
 from memsize.units import format_bytes
 
@@ -215,8 +217,18 @@ def _tracing() -> Iterator[None]:
     """CUDA's semantics for the fakes of a trace, which follows Dynamo's."""
     semantics, part = current(), compilation()
     assert semantics and part, "compiled code is for a simulated GPU, in the region that is for it"
-    with switched_on(semantics.for_fakes()), assigned(part, "is_tracing", False):
+    with (
+        switched_on(semantics.for_fakes()),
+        assigned(part, "is_tracing", False),
+        Patches().applied([wrapping(FunctionalTensor, "to", _to_mesh)]),
+    ):
         yield
+
+
+def _to_mesh(original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """A tensor that is divided over GPUs goes to the device of their mesh, which is named: here it stays on the CPU."""
+    args = tuple(CPU if named_gpu(argument) else argument for argument in args)
+    return original(tensor, *args, **kwargs)
 
 
 @contextmanager

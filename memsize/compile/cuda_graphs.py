@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.compile.generated import Call, running_ledger
 from memsize.processes.patches import Patch
+from memsize.torch_internals.isolation import iteration_marks
 from memsize.tracing.ledger import Ledger
 
 State = Literal["warm up", "record", "replay"]
@@ -38,7 +39,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._results: list[weakref.ref[torch.Tensor]] = []
         """What graphs made in this iteration."""
-        self._generation = -1
+        self._generation: int | None = None
         self._awaits_backward = False
         self._is_warming_up = False
         """Whether a graph was warmed up in this iteration: no other is recorded before the next one then."""
@@ -102,9 +103,11 @@ class CudaGraphs:
 
     def _begin_iteration(self, ledger: Ledger) -> None:
         """Free what the graphs of the iteration before made, if a new one has begun."""
-        if self._generation == GenerationTracker.generation or self._awaits_backward:
+        marks = iteration_marks()
+        generation = marks or GenerationTracker.generation
+        if generation == self._generation or (self._awaits_backward and not marks):
             return
-        self._generation, self._is_warming_up = GenerationTracker.generation, False
+        self._generation, self._is_warming_up = generation, False
         for result in self._results:
             if (tensor := result()) is not None:
                 ledger.end(tensor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -98,6 +98,16 @@ def shared_out(
     return model
 
 
+def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], scenario: Scenario) -> None:
+    """Compile each of the `blocks` by itself, as the calls of `model`, before they are sharded; without blocks all of
+    it. A block inside of another is part of that one.
+    """
+    if scenario.compile:
+        inside = {part for block in blocks for part in block.modules() if part is not block}
+        for block in [block for block in blocks if block not in inside] or [model]:
+            block.compile(mode=scenario.compile)
+
+
 def _sharding(mesh: DeviceMesh, parallel: Parallel, scenario: Scenario) -> dict[str, Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -162,6 +172,8 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
         )
     if parallel.views:
         notes.append("views: gradient_as_bucket_view=True, gradients are views of the reduction buckets")
+    if scenario.compile and (parallel.shards_parameters or parallel.is_pipeline):
+        notes.append("compiled: each block by itself (block.compile()), before it is sharded; the rest runs eagerly")
     return (*notes, *(_sharded(model, parallel, scenario, shown) if parallel.shards_parameters else ()))
 
 

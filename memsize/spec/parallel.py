@@ -123,8 +123,8 @@ class Parallel:
 
     def refuses(self, scenario: Scenario) -> str | None:
         """Why `scenario` cannot be trained so; None where it can."""
-        if scenario.compile and (self.kind != "ddp" or self.is_pipeline or self.tensor > 1):
-            return f"on several GPUs compiled code is predicted under ddp alone, and not under {self}"
+        if scenario.compile and self.kind == "dp":
+            return f"compiled code is not predicted under {self}: torch.compile breaks the graph at nn.DataParallel"
         if scenario.recipe == "apex":
             return f"apex's own wrappers are older than PyTorch's {self.kind}: amp-fp16 and amp-bf16 take their place"
         if scenario.recipe == "quantized":

@@ -32,6 +32,7 @@ from memsize.processes.simulation import open_simulation
 
 _SEED = 0
 _COMPILER = "torch._dynamo"
+_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
 
 if not gc.isenabled():
     # In a command. What importing torch makes lasts as long as the process: no collection scans it, that at the
@@ -201,7 +202,7 @@ def _mapping(mapping: Any) -> _Setting:
 
 
 def _compiler(name: str) -> _Setting:
-    """What differs from its default in a configuration of PyTorch's compiler, which may not be imported yet."""
+    """The values that are not the defaults in a configuration of PyTorch's compiler, which may not be imported yet."""
 
     def read() -> dict[str, Any]:
         config: Any = sys.modules.get(name)
@@ -214,6 +215,12 @@ def _compiler(name: str) -> _Setting:
             setattr(config, key, before[key] if key in before else config._config[key].default)
 
     return _Setting(read, write)
+
+
+def iteration_marks() -> int:
+    """How often `torch.compiler.cudagraph_mark_step_begin` was called, as a negative number."""
+    trees: Any = sys.modules.get(_CUDA_GRAPHS)
+    return int(trees.MarkStepBox.mark_step_counter) if trees else 0
 
 
 def _autocast(device: str) -> tuple[_Setting, _Setting]:
@@ -296,6 +303,7 @@ _OF_PYTORCH: Final = (
     ),
     _attribute(nn_module, "_global_is_full_backward_hook"),
     *(_compiler(f"torch.{part}.config") for part in ("_dynamo", "_functorch", "_inductor")),
+    _Setting(iteration_marks, lambda count: setattr(sys.modules[_CUDA_GRAPHS].MarkStepBox, "mark_step_counter", count)),
     _mapping(torch_optimizer._global_optimizer_pre_hooks),
     _mapping(torch_optimizer._global_optimizer_post_hooks),
 )

@@ -70,6 +70,7 @@ _SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pip
 _APART = frozenset(
     {
         "torch._dynamo",
+        "torch._inductor.cudagraph_trees",
         overrides.FLEX,
         launches.MODULE,
         WRAPPERS,

@@ -27,6 +27,8 @@ from memsize.precision.adapters import has_adapters
 from memsize.ranks.group import OURS
 from memsize.ranks.strategies import (
     blocks_in_line,
+    blocks_of,
+    compile_blocks,
     count_all_experts,
     divide,
     how,
@@ -173,8 +175,10 @@ class ParallelSteps(Workload):
 
         def make(run: Run) -> Callable[[], None]:
             assert isinstance(run.ledger, VirtualLedger)
+            if parallel.shards_parameters:
+                compile_blocks(run.setup.model, blocks_of(run.setup.model).modules, scenario)
             model = spread(run.setup.model, parallel, scenario, run.ledger.absently, apart=self.own_buckets)
-            if scenario.compile:
+            if scenario.compile and not parallel.shards_parameters:
                 model = torch.compile(model, mode=scenario.compile)  # type: ignore[assignment]
             loop = Loop(replace(run.setup, model=model), run.ledger, parallel.trained(self.options))
 
@@ -266,6 +270,7 @@ def _run_stage(setup: Setup, training: Training, parallel: Parallel, card: Card)
     def make(run: Run) -> Callable[[], None]:
         mesh = mesh_of(parallel)
         stage = _stage_of(run, call, parallel, mesh)
+        compile_blocks(stage, stage.blocks, scenario_named(run.setup.scenario))
         dropped.update(stage.dropped)
         loop = StageLoop(run, training, parallel, stage, mesh)
 
