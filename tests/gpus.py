@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from memsize.analysis.timeline import pickled as pickled, snapshot as snapshot, timeline as timeline
 from memsize.analysis.varying_lengths import joined as joined, rows_of as rows_of, training_of as training_of
+from memsize.device import compiled_replay as compiled_replay
 from memsize.device.allocation_events import (
+    OMITTED as OMITTED,
+    AllocationEvents as AllocationEvents,
     flow_of as flow_of,
     is_estimated as is_estimated,
     requests as requests,
@@ -33,7 +36,6 @@ from memsize.device.cuda_libraries import (
 )
 from memsize.device.gpu_estimate import Replays as Replays, estimate_gpu as estimate_gpu, phase_peaks as phase_peaks
 from memsize.device.replay import (
-    OMITTED as OMITTED,
     BoundedReplay as BoundedReplay,
     Prefixes as Prefixes,
     replay as replay,

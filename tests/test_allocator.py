@@ -7,6 +7,7 @@ outside, at the segments before and after an event.
 
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 from memsize import AllocatorConfig
 from memsize.errors import InputError
-from tests.gpus import BoundedReplay, Prefixes, replay, replay_within
+from tests.gpus import OMITTED, AllocationEvents, BoundedReplay, Prefixes, compiled_replay, replay, replay_within
 from tests.records import Interval
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -748,6 +749,54 @@ configs = st.builds(
     memory_fraction=st.sampled_from([1.0, 0.9]),
 )
 capacities = st.sampled_from([60 * MiB, 120 * MiB, 200 * MiB, 1 << 40])
+
+
+# --- compiled code
+
+is_compiled = pytest.mark.skipif(
+    not compiled_replay.LIBRARY.is_file(), reason="not compiled: python compiled.py, with a C++ compiler"
+)
+
+
+def both(events, **options):
+    """The replays of the same events by Python alone, and by compiled code as far as that goes."""
+    storages, deltas = np.array(events, dtype=np.int64).reshape(-1, 2).T
+    with mock.patch.object(compiled_replay, "_LEAST", 1):
+        return replay(events, **options), replay(AllocationEvents(storages, deltas, {}), **options)
+
+
+@is_compiled
+@settings(deadline=None)
+@given(streams(), configs, capacities, st.dictionaries(st.integers(0, 20), st.sampled_from([3, 7])), st.booleans())
+def test_compiled_code_replays_as_python_does(events, config, capacity, streams, is_bounded):
+    events = [*events[:5], OMITTED, *events[5:]]
+    options = {"config": config, "capacity": capacity if is_bounded else None, "streams": streams}
+    alone, compiled = both(events, **options)
+    assert compiled == alone
+    emptied_alone, emptied_compiled = both(events, emptied=[len(events) // 2], **options)
+    assert emptied_compiled == emptied_alone
+
+
+@is_compiled
+def test_compiled_code_comes_to_the_first_request_that_is_refused():
+    # 30 MiB are cached; 40 more do not fit into 69, which gives the 30 back.
+    events = [(0, 30 * MiB), (0, -30 * MiB), (1, 40 * MiB)]
+    columns = AllocationEvents(*np.array(events).T, {})
+    with mock.patch.object(compiled_replay, "_LEAST", 1):
+        done = compiled_replay.compiled_replay(columns, {}, 69 * MiB // 512, 20 * MiB // 512)
+    assert (done.event, done.reserved, done.requested) == (2, 30 * MiB // 512, 0)
+    alone, compiled = both(events, capacity=69 * MiB)
+    assert compiled == alone and compiled.final.reserved == 40 * MiB
+
+
+@is_compiled
+def test_what_compiled_code_cannot_replay_is_refused_as_ever():
+    columns = AllocationEvents(np.array([0, 0]), np.array([512, -1024]), {})
+    with (
+        mock.patch.object(compiled_replay, "_LEAST", 1),
+        pytest.raises(InputError, match="event 1 frees more bytes than storage 0 holds"),
+    ):
+        replay(columns)
 
 
 # --- laws

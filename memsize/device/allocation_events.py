@@ -12,7 +12,6 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
-from memsize.device.replay import OMITTED
 from memsize.records.columns import numbers, places
 from memsize.records.trace import Trace
 
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
+OMITTED: Final = -1, 0
+"""Replaces an event that is left out, so that the events after it keep their numbers."""
 CONVOLUTIONS: Final = frozenset({"convolution", "convolution_backward"})
 """Ops that cuDNN computes with a workspace."""
 DOUBLED: Final = 2

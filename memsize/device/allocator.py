@@ -101,6 +101,19 @@ class Allocator:
             or (self.release() and self._obtain(pool, size, segment))
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all pools are plain ones, and requests are rounded to 512 B alone."""
+        config = self.config
+        splits = config.max_split_size is None and max(config.roundup_divisions) < 2
+        return splits and not config.expandable_segments and not self._collects
+
+    @property
+    def limit(self) -> int | None:
+        """The most that can be reserved, in blocks; None where there is no bound."""
+        limits = (self.memory.capacity, None if self.allowed is None else self.allowed // BLOCK)
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def segment(self, size: int) -> int:
         """The size of the segment for a block of `size`, both in blocks of 512 B."""
         return self.config.segment_size(size * BLOCK) // BLOCK

@@ -31,7 +31,7 @@ class Memory:
     matters, and only between free blocks of one size.
     """
 
-    __slots__ = ("_next", "capacity", "changes", "clock", "event", "reserved")
+    __slots__ = ("capacity", "changes", "clock", "event", "next_address", "reserved")
 
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
@@ -42,7 +42,7 @@ class Memory:
         """How many requests came to the limited pools of all streams."""
         self.changes: list[tuple[int, int, int, int]] = []
         """The stretches mapped (size above 0) or given back (below 0): the event, the stream, the start, the size."""
-        self._next = GAP
+        self.next_address = GAP
 
     def copy(self, capacity: int | None) -> Memory:
         """The same memory, of which CUDA can give `capacity`."""
@@ -70,9 +70,9 @@ class Memory:
 
         Raises `InputError` beyond the last address: CUDA's own are shorter.
         """
-        address = -(-self._next // alignment) * alignment
-        self._next = address + size + GAP
-        if self._next > ADDRESS:
+        address = -(-self.next_address // alignment) * alignment
+        self.next_address = address + size + GAP
+        if self.next_address > ADDRESS:
             raise InputError("this needs more than 8 PiB of memory, more than a GPU can address: use a smaller batch")
         return address
 

@@ -12,8 +12,10 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from memsize.device.allocation_events import OMITTED, AllocationEvents
 from memsize.device.allocator import SMALL_BLOCKS, Allocator, Layout, Segment
 from memsize.device.allocator_config import BLOCK, AllocatorConfig
+from memsize.device.compiled_replay import CompiledReplay, compiled_replay
 from memsize.device.pools import ADDRESS, SHIFT, Pool
 from memsize.errors import InputError
 from memsize.records.gpu import Interval
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
 Events = Iterable[tuple[int, int]]
 Numbered = Iterator[tuple[int, tuple[int, int]]]
 DEFAULT: Final = AllocatorConfig()
-OMITTED: Final = -1, 0
-"""Replaces an event that is left out, so that the events after it keep their numbers."""
 _MOST_PREFIXES: Final = 128
 
 
@@ -152,11 +152,15 @@ def replay(
     whole = total if total is not None else capacity
     allocator = Allocator(config, capacity, None if whole is None else config.allowed(whole))
     run = _Run(allocator, streams or {}, optional, deferred or {}, rows=[] if timeline else None)
-    if prefixes is not None and not config.depends_on_card:
-        run = prefixes.longest(capacity) or run
-        run = run.copy(capacity, prefixes=prefixes, next_copy=run.event + 1)
     marks = [Mark(event, "empty the cache") for event in emptied]
     marks += [Mark(event, "wait for streams") for event in {*run.deferred.values()}]
+    if isinstance(events, AllocationEvents) and not (timeline or deferred) and allocator.is_plain:
+        first = min((mark.event for mark in marks), default=len(events))
+        run.begin(compiled_replay(events[:first], run.streams, allocator.limit, config.large_segment_size // BLOCK))
+    if prefixes is not None and not config.depends_on_card:
+        shared = prefixes.longest(capacity)
+        run = run if shared is None or shared.event <= run.event else shared.copy(capacity)
+        run.prefixes, run.next_copy = prefixes, run.event + 1
     # What is done before the first of these events is done again, to no effect.
     marks = sorted(mark for mark in marks if run.event <= mark.event < len(events))
     for mark, stretch in _stretches(events, run.event, marks):
@@ -170,7 +174,8 @@ def replay(
 
 def _stretches(events: Events, first: int, marks: Sequence[Mark]) -> Iterator[tuple[Mark | None, Numbered]]:
     """The events from the `first` on, numbered, parted at the marks: each stretch with the mark before its first."""
-    numbered = islice(enumerate(events), first, None)
+    rest = events[first:] if isinstance(events, AllocationEvents) else islice(events, first, None)
+    numbered = enumerate(rest, first)
     mark = None
     for following in marks:
         yield mark, islice(numbered, following.event - first)
@@ -208,6 +213,15 @@ class _Run:
         """A copy of the run, on a GPU that can give `capacity`."""
         rows = None if self.rows is None else self.rows.copy()
         return replace(self, allocator=self.allocator.copy(capacity), rows=rows, skipped=self.skipped.copy(), **changes)
+
+    def begin(self, started: CompiledReplay | None) -> None:
+        """Go on from where compiled code has come to, if it has replayed any events."""
+        if started is None:
+            return
+        self.event = started.event
+        self.requested, self.allocated, self.idle = started.requested, started.allocated, started.idle
+        self.peaks = started.peaks
+        started.fill(self.allocator)
 
     def apply(self, mark: Mark) -> None:
         """Do what the program does between two events."""

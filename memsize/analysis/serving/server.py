@@ -23,11 +23,12 @@ from memsize.analysis.runner import Runner
 from memsize.analysis.serving.first_start import benchmark
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
 from memsize.analysis.serving.server_remedies import ServedModel, arguments_of, assumptions, remedies_for_server
+from memsize.device.allocation_events import OMITTED
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import processors
 from memsize.device.cuda_context import code_of_libraries, cuda_context
 from memsize.device.gpu_estimate import estimate_gpu
-from memsize.device.replay import OMITTED, Levels, replay
+from memsize.device.replay import Levels, replay
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.loading.hubs import checkpoint_config_of
 from memsize.model.input_tensors import ModelInputs
