@@ -10,10 +10,11 @@ from memsize.records.gpu import Card
 
 Version = tuple[int, ...]
 Counted = Literal["all", "growth"]
-Sampler = Literal["sorts", "sorts in float32", "searches", "copies"]
+Sampler = Literal["sorts", "sorts in float32", "searches in tiles", "searches", "copies"]
 Products = Literal["unpacks", "copies", "reads", "tiles"]
 Held = Literal["always", "but in Llama", "never"]
-GraphEstimate = Literal["extrapolated", "measured"]
+Buffers = Literal["of each product", "of both", "of the server"]
+GraphEstimate = Literal["ignored", "extrapolated", "measured"]
 
 
 class Defaults(NamedTuple):
@@ -62,23 +63,24 @@ class Rules:
     `choose` gives its defaults, `torch` is the PyTorch that it pins. It profiles its largest step, or (`profiles`
     False) leaves the rest of the memory for it. Beside weights it counts what is allocated, or (`reserved`) the
     segments; and of what lies outside PyTorch all there is on the card, or its growth since the CUDA context was there.
-    That is what is in use less what is allocated, or (`slack` False) less the segments; with NCCL's buffers where it
-    `counts_nccl`. The sum of what cards computed that share a layer is a tensor of its own where `sums_beside`.
-    The sampler sorts logits (in the model's dtype, or in float32), or searches for thresholds. Products with packed
+    That is what is in use less what is allocated, or (`slack` False) less the segments. The sum of what cards computed
+    that share a layer is a tensor of its own where `sums_beside`. The sampler sorts logits (in the model's dtype, or in
+    float32), or searches for thresholds (with a row of logits on each multiprocessor, or without). Products with packed
     weights unpack them, copy their input, or do neither, with sums of 1,024 rows or of a tile on each multiprocessor
     (`products`). An MLP has the result of its first product (`gate`) until its end in each model or in those that do
-    not share Llama's code; never where the model is compiled. Experts have one buffer for both products where it
-    `shares_buffers`. Latent attention multiplies its projections beforehand where it `absorbs` them. The allocator
-    splits no block above 20 MiB for weights where `unsplit`. A first start `benchmarks` the compiled kernels.
-    Images are encoded in the step itself, one for each sequence, or before it (`encodes_first`), as many as the tokens
-    of a step may stand for.
+    not share Llama's code; never where the model is compiled. `experts` have a buffer for each product or one for both,
+    or a workspace of the server, which stays. Latent attention multiplies its projections beforehand where it `absorbs`
+    them. The allocator splits no block above 20 MiB for weights where `unsplit`. A first start `benchmarks` the
+    compiled kernels. Images are encoded in the step itself, one for each sequence, or before it (`encodes_first`), as
+    many as the tokens of a step may stand for.
 
     Layers with a window have blocks of their own where `windows`; layers of two kinds are padded to equally many where
     one has less than `padding` times as many as the other. `in_flight` are the steps whose tokens a window waits for.
     The cache's size in tokens is that of as many whole requests as it holds where `by_requests`. An estimate of the
-    memory of CUDA graphs is taken off where `graphs` says how it is made: each but the first counts as the second
-    does, or the piecewise ones are measured. Blocks are for `block` tokens by default. `second` tells which
-    models the second model runner serves, whose counts of tokens are part of what is measured where `counts`.
+    memory of CUDA graphs is taken off where `graphs` says how it is made (or it is made and ignored): each but the
+    first counts as the second does, or the piecewise ones are measured. Blocks are for `block` tokens by default.
+    `second` tells which models the second model runner serves, whose counts of tokens are part of what is measured
+    where `counts`.
     """
 
     server: str
@@ -89,13 +91,12 @@ class Rules:
     profiles: bool = True
     reserved: bool = False
     outside: Counted = "growth"
-    counts_nccl: bool = True
     slack: bool = False
     sums_beside: bool = True
     sampler: Sampler = "sorts in float32"
     products: Products = "reads"
     gate: Held = "never"
-    shares_buffers: bool = True
+    experts: Buffers = "of the server"
     absorbs: bool = False
     unsplit: bool = False
     benchmarks: bool = False
@@ -147,7 +148,7 @@ class Rules:
                 f"{self.name} was not read: it follows {self.server} {earlier}, and what changed up to {later} may "
                 "be in it already"
             )
-        if not self.graphs:
+        if self.graphs in (None, "ignored"):
             yield f"CUDA graphs need memory in addition to the share of {self.name}"
         if not self.profiles:
             yield f"{self.name} measures no step: it leaves the rest of the memory for steps and CUDA graphs"

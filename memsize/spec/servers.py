@@ -84,7 +84,7 @@ _VLLM: Final = (
         (0, 4, 1),
         "worker/worker.py, worker/model_runner.py, model_executor/layers/sampler.py, config.py",
         {"choose": _prompts(_ENDLESS, 0), "torch": "2.2", "reserved": True, "sampler": "sorts", "sums_beside": False}
-        | {"products": "unpacks", "gate": "always", "shares_buffers": False},
+        | {"products": "unpacks", "gate": "always", "experts": "of each product"},
     ),
     Change((0, 4, 3), "layers/quantization/gptq_marlin.py; requirements", {"products": "copies", "torch": "2.3"}),
     Change(
@@ -113,7 +113,7 @@ _VLLM: Final = (
         "envs.py: V1, whose models are compiled; v1/worker/gpu_worker.py; engine/arg_utils.py; requirements; "
         "layers/fused_moe/fused_moe.py: `cache13`",
         {"outside": "all", "slack": True, "gate": "never", "absorbs": False, "encodes_first": True}
-        | {"choose": _by_name(1024), "torch": "2.6", "shares_buffers": True},
+        | {"choose": _by_name(1024), "torch": "2.6", "experts": "of both"},
     ),
     Change((0, 8, 4), "engine/arg_utils.py: 256 sequences but on H100 and H200", {"choose": _by_name(256)}),
     Change(
@@ -132,20 +132,36 @@ _VLLM: Final = (
         {"outside": "growth", "slack": False, "windows": True},
     ),
     Change((0, 10, 2), "requirements", {"torch": "2.8"}),
-    Change((0, 11, 0), "v1/worker/gpu_worker.py: measures from after `init_distributed` on", {"counts_nccl": False}),
     Change(
         (0, 12, 0),
         "v1/core/kv_cache_utils.py: 1.25 times; config/compilation.py `benchmark_combo_kernel`; requirements",
         {"padding": 1.25, "torch": "2.9", "benchmarks": True},
     ),
-    Change((0, 17, 0), "v1/sample/ops/topk_topp_triton.py; requirements", {"sampler": "searches", "torch": "2.10"}),
-    Change((0, 18, 0), "v1/core/kv_cache_utils.py: 1.5 times", {"padding": 1.5}),
+    Change(
+        (0, 14, 0),
+        "layers/fused_moe/unquantized_fused_moe_method.py: modular kernels, with v1/worker/workspace.py",
+        {"experts": "of the server"},
+    ),
+    Change(
+        (0, 17, 0),
+        "v1/sample/ops/topk_topp_triton.py; requirements",
+        {"sampler": "searches in tiles", "torch": "2.10"},
+    ),
+    Change(
+        (0, 18, 0),
+        "v1/core/kv_cache_utils.py: 1.5 times; v1/worker/gpu_worker.py `profile_cudagraph_memory`",
+        {"padding": 1.5, "graphs": "ignored"},
+    ),
     Change(
         (0, 20, 0),
         "envs.py: VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS; config/cache.py: 0.92; requirements",
         {"graphs": "extrapolated", "choose": _by_size(0.92), "torch": "2.11"},
     ),
-    Change((0, 21, 0), "v1/core/kv_cache_utils.py: concurrency times length (issue 43308)", {"by_requests": True}),
+    Change(
+        (0, 21, 0),
+        "v1/core/kv_cache_utils.py: concurrency times length (issue 43308); envs.py: FlashInfer samples",
+        {"by_requests": True, "sampler": "searches"},
+    ),
     Change(
         (0, 22, 0),
         "config/vllm.py `_is_default_v2_model_runner_model`; v1/worker/gpu_worker.py `_scoped_allocator_max_split`",

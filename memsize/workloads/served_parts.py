@@ -40,7 +40,8 @@ def has_states(config: Any) -> bool:
 
 def rotary_tables(model: Any) -> int:
     """Bytes of vLLM's tables of sines and cosines, one for each kind of rotary embedding: all positions times the width
-    that is turned, in the dtype of the model (`vllm/model_executor/layers/rotary_embedding`, `get_rope`).
+    that is turned, or of the whole head where Gemma 4 turns a part of it by zero (`gemma4_rope.py`), in the dtype of
+    the model (`vllm/model_executor/layers/rotary_embedding`, `get_rope`).
     """
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None)
@@ -54,7 +55,8 @@ def rotary_tables(model: Any) -> int:
             own = config.per_layer_config[layers.index(kind)]
         of_head = getattr(own, "qk_rope_head_dim", None) or getattr(own, "head_dim", None)
         of_head = int(of_head or own.hidden_size // own.num_attention_heads)
-        width = int(of_head * entries.get("partial_rotary_factor", 1))
+        partial = 1 if entries.get("rope_type") == "proportional" else entries.get("partial_rotary_factor", 1)
+        width = int(of_head * partial)
         key = *sorted((name, str(entry)) for name, entry in entries.items()), width
         tables[key] = _positions(config, entries) * width
     return sum(tables.values()) * int(model.dtype.itemsize)

@@ -4,14 +4,15 @@ The step is what vLLM runs to find out how much memory is left for the cache (`p
 forward, without a cache, of all the tokens that a step may have; the head on one row of each sequence; and a sampling
 by top-k and top-p. That sorts the logits (`vllm/model_executor/layers/sampler.py` in V0, `vllm/v1/sample/ops/
 topk_topp_sampler.py` in V1), or searches for thresholds (`topk_topp_triton.py`, FlashInfer's
-`top_k_top_p_sampling_from_logits`), which makes two copies of them. The second model runner makes one
-(`vllm/v1/worker/gpu/sample/sampler.py`).
+`top_k_top_p_sampling_from_logits`), which makes two copies of them; Triton's kernel has a row of logits for each
+multiprocessor besides. The second model runner makes one copy (`vllm/v1/worker/gpu/sample/sampler.py`).
 
 The forward is transformers' own, but for what vLLM has one kernel for: a norm makes nothing beside its result
 (`vllm/model_executor/layers/layernorm.py`), the gate of an MLP is one product with what it is multiplied by
 (`vllm/model_executor/models/llama.py`), and experts have two or three buffers, of the tokens times the experts of each
 (`fused_experts_impl` in `vllm/model_executor/layers/fused_moe/fused_moe.py`), while the result of experts that all
-tokens share waits (`DeepseekV2MoE` in `vllm/model_executor/models/deepseek_v2.py`).
+tokens share waits (`DeepseekV2MoE` in `vllm/model_executor/models/deepseek_v2.py`). Later they are two parts of one
+workspace, which stays (`workspace_shapes` of `TritonExperts`, `WorkspaceManager` in `vllm/v1/worker/workspace.py`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _MARLIN_ROWS = 1024
 """The rows that Marlin sums in float32 at most (`determine_reduce_max_m`)."""
 _TILE = 64 * 256
 """The sums in float32 that Marlin keeps for each multiprocessor (`max_c_tmp_size` in csrc/quantization/marlin)."""
+_SEARCHED = 8
+"""The rows of logits from which Triton's kernel searches them; fewer are sorted (`apply_top_k_top_p`)."""
 _CHUNK = 32_768
 """The tokens that experts take at a time (`VLLM_FUSED_MOE_CHUNK_SIZE`)."""
 _TOKEN = 3
@@ -90,7 +93,7 @@ class ProfileRun(Workload):
             logits = head(last.to(width) if width.is_floating_point else last)  # Mamba's residuals are in float32
             if self.tp > 1:
                 logits = torch.cat([logits] * self.tp, dim=-1)
-            run.result = _sampled(logits, self.rules.sampler)
+            run.result = _sampled(logits, self.rules.sampler, self.processors)
         return run.trace()
 
 
@@ -152,19 +155,24 @@ def text_model(model: nn.Module, name: str) -> tuple[Any, nn.Module]:
     return body, outputs
 
 
-def _sampled(logits: torch.Tensor, sampler: Sampler) -> torch.Tensor:
+def _sampled(logits: torch.Tensor, sampler: Sampler, processors: int) -> torch.Tensor:
+    rows, tiles = len(logits), None
     if sampler != "sorts":
         logits = logits.float()
     if sampler == "copies":
         return logits.argmax(dim=-1)
-    if sampler != "searches":
+    if sampler == "searches in tiles" and rows >= _SEARCHED:
+        tiles = logits.new_empty(min(1 << (min(rows, processors) - 1).bit_length(), processors), logits.shape[1])
+    elif sampler != "searches":
         ordered, places = logits.sort(dim=-1)
         ordered.masked_fill_(ordered < ordered[:, :1], -torch.inf)
         shares = ordered.softmax(dim=-1)
         ordered.masked_fill_(shares.cumsum(dim=-1) <= 0.01, -torch.inf)
         logits = torch.empty_like(ordered).scatter_(dim=-1, index=places, src=ordered)
     shares = logits.softmax(dim=-1, dtype=torch.float32)
-    return shares.div_(torch.empty_like(shares).exponential_()).argmax(dim=-1)
+    result = shares.div_(torch.empty_like(shares).exponential_()).argmax(dim=-1)
+    del tiles  # a cache has them
+    return result
 
 
 # -- kernels of its own ------------------------------------------------------------------------------------------------
@@ -173,12 +181,15 @@ def _sampled(logits: torch.Tensor, sampler: Sampler) -> torch.Tensor:
 def _fuse(body: nn.Module, run: ProfileRun, packed: Mapping[str, int], model_type: str) -> None:
     """Let the layers of a model take what a server's do. `packed` are the bytes of quantized weights, by path."""
     holds_gate = run.rules.holds_gate(model_type)
+    workspace: list[torch.Tensor] = []
     for path, module in body.named_modules():
         experts = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
         if all(isinstance(weight, torch.Tensor) and weight.dim() == 3 for weight in experts):
             layer = body.get_submodule(path.rpartition(".")[0])
             has_shared = any(hasattr(layer, name) for name in ("shared_experts", "shared_expert"))
-            vars(module)["forward"] = partial(_experts, module, run, has_shared)
+            # Experts with biases, as in gpt-oss, have Triton kernels that take what they need.
+            stays = run.rules.experts == "of the server" and not hasattr(module, "gate_up_proj_bias")
+            vars(module)["forward"] = partial(_experts, module, run, has_shared, workspace if stays else None)
         elif type(module).__name__.endswith("RMSNorm"):
             vars(module)["forward"] = _norm
         elif path in packed and isinstance(module, nn.Linear):
@@ -307,16 +318,31 @@ def _norm(states: torch.Tensor, *_: Any, **_options: Any) -> torch.Tensor:
 
 
 def _experts(
-    module: Any, run: ProfileRun, has_shared: bool, states: torch.Tensor, chosen: torch.Tensor, *_: Any, **_options: Any
+    module: Any,
+    run: ProfileRun,
+    has_shared: bool,
+    workspace: list[torch.Tensor] | None,
+    states: torch.Tensor,
+    chosen: torch.Tensor,
+    *_: Any,
+    **_options: Any,
 ) -> torch.Tensor:
     """The experts' products, in place: one buffer for each, or one for both, and one for the result of the activation,
-    beside the result of shared experts.
+    beside the result of shared experts; or a part of the workspace for the results and one for the other.
     """
     width = states.shape[-1]
     inner = module.down_proj[0].numel() // width
-    rows = min(states.numel() // width, _CHUNK) * chosen.shape[-1]
     shared = torch.empty_like(states) if has_shared else None
-    products = states.new_empty(rows * (max if run.rules.shares_buffers else add)(2 * inner, width))
-    activated = states.new_empty(rows, inner)
-    del products, activated, shared
+    if workspace is not None:
+        size = states.numel() // width * chosen.shape[-1] * (max(inner, width) + max(2 * inner, width))
+        if not workspace or workspace[0].numel() < size:
+            workspace.clear()
+            workspace.append(states.new_empty(size))
+    else:
+        rows = min(states.numel() // width, _CHUNK) * chosen.shape[-1]
+        combined = add if run.rules.experts == "of each product" else max
+        products = states.new_empty(rows * combined(2 * inner, width))
+        activated = states.new_empty(rows, inner)
+        del products, activated
+    del shared
     return run.summed(states)

@@ -136,7 +136,7 @@ def assumptions(
     """Yield the assumptions about `row`, the first of a report."""
     yield from served.assumed
     rules, captured = served.rules, served.graphs
-    if captured is not None:
+    if captured is not None and row.graphs.high:
         low, high = (size / GiB for size in row.graphs)
         yield (
             f"{rules.name} subtracts an estimate of the CUDA graphs' memory from the cache, {low:.2f} to {high:.2f} "
