@@ -363,6 +363,25 @@ _SERVERS: Final = tuple(
         ),
         ("qwen3-8b-5090", "Qwen3-8B", "https://github.com/kthxo/distserving", "RTX 5090", "vllm=0.24.0", ""),
         (
+            "h100s",
+            "27 starts on one, two and four H100s",
+            "https://github.com/jgchn/llm-d-planner, accuracy/results/v0.19.0/results_raw.csv",
+            "H100 80GB",
+            "vllm=0.19.0",
+            "the models' configs; the interval of what lies outside PyTorch was chosen from these starts",
+        ),
+        *(
+            (
+                f"qwen3-14b-{release}",
+                "Qwen3-14B",
+                "https://github.com/jgchn/llm-d-planner, accuracy/accuracy_report.md",
+                "H100 80GB",
+                f"vllm={release}.0",
+                "",
+            )
+            for release in ("0.15", "0.17", "0.18")
+        ),
+        (
             "qwen3-8b-4090",
             "Qwen3-8B",
             "https://github.com/kthxo/distserving",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -66,10 +65,23 @@ _GEMMA_MOE: Final = _GEMMA | {
     "num_key_value_heads": 8, "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128,
     "top_k_experts": 8, "moe_intermediate_size": 704,
 }  # fmt: skip
+_QWEN_72B: Final = _QWEN_7B | {
+    "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+_LLAMA_70B: Final = _LLAMA | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+_GRANITE: Final = _LLAMA | {
+    "architectures": ["GraniteForCausalLM"], "model_type": "granite", "intermediate_size": 12800, "vocab_size": 49155,
+    "num_hidden_layers": 40, "max_position_embeddings": 131072, "tie_word_embeddings": True,
+}  # fmt: skip
 _GPTQ: Final = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
 _AWQ: Final = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 _PACKED: Final = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 _OF_CHANNELS: Final = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+_INT8: Final = _OF_CHANNELS | {"type": "int"}
 _FP4: Final = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 
 
@@ -80,7 +92,7 @@ def _compressed(name: str, weights: dict[str, Any]) -> dict[str, Any]:
     return {"quantization_config": of_checkpoint | {"config_groups": groups}}
 
 
-_CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
+_CONFIGS: Final[dict[str, dict[str, Any]]] = {
     "llama-3.1-8b": _LLAMA | {"max_position_embeddings": 131072},
     "llama-3.1-8b-fp16": _LLAMA | {"max_position_embeddings": 131072, "dtype": "float16"},
     "llama-3-8b": _LLAMA | {"max_position_embeddings": 8192},
@@ -128,6 +140,22 @@ _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
         "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 102400, "max_position_embeddings": 163840,
         "topk_method": "greedy", "n_group": 1, "topk_group": 1, "tie_word_embeddings": False, "dtype": "float16",
     },
+    "codellama-7b": _LLAMA_2 | {"vocab_size": 32016, "max_position_embeddings": 16384, "dtype": "bfloat16"},
+    "granite-3.1-8b": _GRANITE,
+    "granite-3.1-2b": _GRANITE | {"hidden_size": 2048, "intermediate_size": 8192},
+    "llama-3.1-8b-int8": _LLAMA
+    | {"max_position_embeddings": 131072, "dtype": "float16"}
+    | _compressed("int-quantized", _INT8),
+    "llama-3.1-8b-gptq": _LLAMA
+    | {"max_position_embeddings": 131072, "dtype": "float16", "quantization_config": _GPTQ | {"desc_act": True}},
+    "llama-3.3-70b-fp8": _LLAMA_70B | _compressed("float-quantized", _OF_CHANNELS),
+    "llama-3.3-70b-int8": _LLAMA_70B | _compressed("int-quantized", _INT8),
+    "mixtral-8x7b": _LLAMA
+    | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 32000}
+    | {"max_position_embeddings": 32768, "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2.5-7b-int8": _QWEN_7B | _compressed("int-quantized", _INT8),
+    "qwen2.5-72b": _QWEN_72B,
+    "kimi-dev-72b": _QWEN_72B | {"max_position_embeddings": 131072},
     "qwen2.5-32b": _QWEN_32B,
     "qwq-32b": _QWEN_32B | {"max_position_embeddings": 131072},
     "qwen2.5-72b-gptq": _QWEN
@@ -168,6 +196,12 @@ _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
         },
     },
 }  # fmt: skip
+_CONFIGS |= {
+    name: _CONFIGS[base] | {"dtype": "bfloat16"}
+    for name, base in (("qwen3-30b-a3b", "qwen3-30b-a3b-fp16"), ("deepseek-v2-lite", "deepseek-coder-v2-lite"))
+}
+_PHI: Final = {name: entry for name, entry in _CONFIGS["phi-4-gptq"].items() if name != "quantization_config"}
+_CONFIGS["phi-4"] = _PHI | {"dtype": "bfloat16"}
 _ABOUT: Final = ("model", "figure", "gib")
 
 
@@ -199,8 +233,9 @@ def _served(gpu: str, server: str, model: str, gib: str | None, options: tuple[t
         arguments["gpu_memory_utilization"] = share
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        path.write_text(json.dumps(_CONFIGS[model]))
-        report = memsize.serve(f"hf:{path}", gpu=gpu, server=server, scenarios="as-given", **arguments)
+        path.write_text(json.dumps(_CONFIGS.get(model, {})))
+        target = f"hf:{path}" if model in _CONFIGS else model  # a model that memsize knows by its name
+        report = memsize.serve(target, gpu=gpu, server=server, scenarios="as-given", **arguments)
     return report.ran[0]
 
 
