@@ -357,6 +357,21 @@ def test_a_model_that_comes_compiled_is_shown_as_it_is_written_with_a_note(wrapp
     assert totals(compiled).saved_bytes < totals(eager).saved_bytes
 
 
+def test_a_model_that_comes_with_compiled_parts_is_shown_compiled_so() -> None:
+    """Two blocks, one of which is compiled: it keeps three tensors, and the other five; the second's input is the
+    first's result, which the first does not keep. A trace is of the model as it comes."""
+    model = nn.Sequential(Gelus(), Gelus())
+    model[0] = torch.compile(model[0])
+    report = memsize.report(model, input_size=(32, 64), batch_size=8)
+    totals_by_name = {result.name: result.totals for result in report.scenario_results}
+    one, compiled = 8 * 32 * 64 * 4, totals_by_name["as-given+compile"]
+    assert compiled and compiled.saved_bytes == (3 + 5) * one
+    assert any(note == "compiled as the model comes: 0" for note in report.remarks)
+    step = memsize.trace(model, input_size=(32, 64), batch_size=8, optimizer="sgd")
+    assert totals(step.trace).saved_bytes == (3 + 5) * one
+    assert "fp32" in totals_by_name and not isinstance(model[0], Gelus)
+
+
 @pytest.mark.thorough
 def test_fit_finds_the_larger_batch_of_compiled_code() -> None:
     fit = memsize.fit(Gelus(), input_size=(4096, 64), scenarios="fp32", compile=True, train="sgd", budget="1GiB")

@@ -20,7 +20,7 @@ from memsize.loading.hubs import checkpoint_config_of
 from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.input_tensors import ModelInputs
 from memsize.model.materialize import executable, executable_call
-from memsize.model.meta_copy import MetaCopier, comes_compiled
+from memsize.model.meta_copy import MetaCopier, compiled_parts
 from memsize.model.tensor_storage import dtype_name
 from memsize.precision.quantization_config import quantization_of
 from memsize.precision.recipes import apply_scenario, floating_dtype
@@ -41,7 +41,10 @@ _LATE = "the forward registers {}: the model is shown as it is after a first for
 _SCRIPTED = "TorchScript hides calls of its layers: their outputs and saved tensors are in the row of {}"
 _QUANTIZED = "its config says that weights are quantized ({}): as-given stores and runs them that way"
 _UNQUANTIZED = "its config says that weights are quantized ({}): they are shown unquantized"
-_UNCOMPILED = "torch.compile is ignored for this model: --compile (compile=True) shows what it changes"
+_COMES_COMPILED = "compiled as the model comes: {}"
+_UNCOMPILED = (
+    "torch.compile is ignored in scenarios without +compile: --compile (compile=True) shows what it changes in each"
+)
 _EXECUTED = "the model was run with real values on the CPU: its figures lack kernels that only CUDA has"
 
 StorageKey = tuple[str | None, bool]
@@ -113,7 +116,7 @@ class ModelSetups:
             precision=recipe.precision,
             gpu=GpuSetup(self.gpu.capability, workspaces(self.gpu, self.plans, self.stack), self.stack),
             buckets=buckets_of(self.model),
-            compiled=None if scenario.compile is None else _compiled(scenario.compile, self.gpu),
+            compiled=None if scenario.compile is None else _compiled(scenario.compile, self.gpu, self.model),
         )
 
     def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:
@@ -137,8 +140,8 @@ class ModelSetups:
             yield _UNQUANTIZED.format(methods.get("quant_method", "some method"))
         if self.execute:
             yield _EXECUTED
-        if scenario.compile is None and comes_compiled(self.model):
-            yield _UNCOMPILED
+        if parts := compiled_parts(self.model):
+            yield _UNCOMPILED if scenario.compile is None else _COMES_COMPILED.format(join_names(parts))
         yield from filter(None, (self.gpu.note, self.stack.note(str(torch.__version__))))
 
     @cached_property
@@ -207,12 +210,14 @@ def workspaces_of(
     )
 
 
-def _compiled(mode: CompileMode, gpu: Card) -> Callable[[Run], AbstractContextManager[None]]:
-    """The region in which a run's model is compiled. The compiler is imported here: that takes as long as torch."""
+def _compiled(mode: CompileMode, gpu: Card, model: nn.Module) -> Callable[[Run], AbstractContextManager[None]]:
+    """The region in which a copy of `model` is compiled: the parts that come compiled, or all of it. The compiler is
+    imported here: that takes as long as torch.
+    """
     with warnings.catch_warnings(action="ignore"):  # PyTorch's own modules use what PyTorch deprecates
         from memsize.compile.region import compiled_model
 
-    return partial(compiled_model, mode=mode, capability=gpu.capability)
+    return partial(compiled_model, mode=mode, capability=gpu.capability, parts=compiled_parts(model) or ("",))
 
 
 def own_autocast(model: nn.Module) -> str | None:

@@ -34,6 +34,8 @@ from memsize.spec.vary import Lengths
 from memsize.units import parse_bytes
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from memsize.analysis.step import StepTrace
     from memsize.records.layout import LayoutReport
     from memsize.records.report import Report
@@ -86,6 +88,8 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
         ):
             _refuse_options_of_runs(request)
             return stored_report(loaded.name, loaded.model, loaded.notes)
+        if request.scenarios is None and not (request.compile or request.execute):
+            scenarios = (*scenarios, *_own_compiled(loaded.model))
         run = with_inputs(model, loaded)
         plans = plans_of(where, gpu.releases) if gpu.name or training else None
         runner = Runner(
@@ -177,6 +181,8 @@ def step_trace(
         from memsize.workloads.training import OwnLoop
 
         model = with_inputs(request.model, loaded)
+        if scenario.name == "as-given" and world is None and not request.execute:
+            scenario = next(iter(_own_compiled(loaded.model)), scenario)
         runner = Runner(
             *model.run,
             gpu=where,
@@ -206,6 +212,13 @@ def step_trace(
                 return step
             capacity = where.bytes - step.peak.device.high + step.peak.reserved
             return replace(step, lengths=rows_of(at_length, lengths, runner.inputs.batch_size, allocator, capacity))
+
+
+def _own_compiled(model: nn.Module) -> tuple[Scenario, ...]:
+    """The scenario of a model as it comes, where `torch.compile` was asked to compile it or parts of it."""
+    from memsize.model.meta_copy import compiled_parts
+
+    return (compiled_from(scenario_named("as-given")),) if compiled_parts(model) else ()
 
 
 def _refuse_run_compiled(scenarios: Iterable[Scenario], world: World | None, execute: bool) -> None:
@@ -285,9 +298,6 @@ def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 # -- before a training loop --------------------------------------------------------------------------------------------
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @takes(GuardRequest)

@@ -305,16 +305,22 @@ def _is_function_of_torch(value: object) -> bool:
 
 
 @contextmanager
-def compiled_model(run: Run, mode: CompileMode, capability: tuple[int, int]) -> Iterator[None]:
-    """Compile the calls of the model of `run` while open, as its method `compile` does."""
-    model = run.setup.model
+def compiled_model(
+    run: Run, mode: CompileMode, capability: tuple[int, int], parts: Sequence[str] = ("",)
+) -> Iterator[None]:
+    """Compile the calls of `parts` of the model of `run` while open, as their method `compile` does."""
+    modules = [run.setup.model.get_submodule(part) for part in parts]
     with compiling(Compiler(capability, run.note)), _existing_frozen():
         run.note(RULES.format(torch.__version__.partition("+")[0]))
-        call = model._call_impl
-        if trace_rules.check(model.forward):  # PyTorch's own, such as that of nn.Sequential: Dynamo skips its frame
-            call = wrap_inline(call)
-        vars(model)["_call_impl"] = _collected(torch.compile(call, mode=mode))
+        for module in modules:
+            call = module._call_impl
+            if trace_rules.check(
+                module.forward
+            ):  # PyTorch's own, such as that of nn.Sequential: Dynamo skips its frame
+                call = wrap_inline(call)
+            vars(module)["_call_impl"] = _collected(torch.compile(call, mode=mode))
         try:
             yield
         finally:
-            del vars(model)["_call_impl"]
+            for module in modules:
+                del vars(module)["_call_impl"]

@@ -111,12 +111,17 @@ def inside(model: nn.Module) -> nn.Module:
     return getattr(model, wrapped) if wrapped else model
 
 
-def comes_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` was asked to compile `model`, or a module in it."""
-    return any(
-        type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl")
-        for module in paths_of(model)
-    )
+def compiled_parts(model: nn.Module) -> tuple[str, ...]:
+    """The paths of the modules that `torch.compile` was asked to compile, without those inside of others: as in a copy,
+    which has no wrappers.
+    """
+    parts: list[str] = []
+    for path, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl"):
+            path = ".".join(name for name in path.split(".") if name != "_orig_mod")
+            if not any(part == path or not part or path.startswith(f"{part}.") for part in parts):
+                parts.append(path)
+    return tuple(parts)
 
 
 class _Attributes(NamedTuple):

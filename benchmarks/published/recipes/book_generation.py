@@ -63,6 +63,8 @@ def _packaged(folder: Path, values: Mapping[str, str]) -> Callable[[], object]:
         model = getattr(module, values["class"])(config)
         tokens = torch.zeros(batch, PROMPTS[family] + NEW_TOKENS - made, dtype=torch.int64)
     context: dict[str, Any] = {"max_new_tokens": made, "context_size": config["context_length"]}
+    if values.get("compiled") == "yes":
+        model = torch.compile(model)
     if caching or batch > 1:
         loop = _module(folder / "pkg", f"llms_from_scratch.{caching}generate" if caching else "llms_from_scratch.ch04")
         return lambda: loop.generate_text_simple(model=model, idx=tokens, **context)

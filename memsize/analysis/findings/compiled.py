@@ -46,10 +46,11 @@ _ALIKE: Final[tuple[Callable[[_Result], object], ...]] = (
 @RULES.rule("compiled")
 def compiled(evidence: Evidence) -> Iterator[Finding]:
     """Compare each compiled scenario with the same one uncompiled, where both were run."""
-    for name, trace in evidence.runs.items():
+    runs = {"as-given": evidence.as_given, **evidence.runs}
+    for name, trace in runs.items():
         base, is_compiled, _ = name.partition(COMPILED)
-        if is_compiled and base in evidence.runs:
-            recomputed, added = _exchanged(_saved(evidence.runs[base]), _saved(trace))
+        if is_compiled and base in runs:
+            recomputed, added = _exchanged(_saved(runs[base]), _saved(trace))
             less = sum(result.bytes for result in recomputed) - sum(result.bytes for result in added)
             values: dict[str, object] = {"name": name, "first": base, "change": Bytes(abs(less))}
             text = "{name} keeps the same for backward as {first}"
