@@ -676,6 +676,22 @@ def test_a_compiled_backward_frees_what_it_has_used() -> None:
     assert any(event.delta > 0 for event in events[used:])
 
 
+ON_THE_GPU = """
+import torch
+up = torch.nn.Linear(64, 64, device="cuda")
+torch.compile(lambda x: {}, fullgraph=True)(torch.randn(32, 64, device="cuda")).sum().backward()
+torch.compiler.reset()
+"""
+
+
+def test_compiled_code_names_its_gpu_and_asks_for_its_properties() -> None:
+    """What is there already is not copied; a warp has 32 threads."""
+    asking = 'up(x.cuda()).to("cuda") * torch.cuda.get_device_properties("cuda").warp_size'
+    named, plain = run_script(ON_THE_GPU.format(asking)), run_script(ON_THE_GPU.format("up(x) * 32"))
+    assert [event.delta for event in named.events] == [event.delta for event in plain.events]
+    assert named.notes == plain.notes
+
+
 LAUNCHED = """
 import torch, triton
 from torch.library import triton_op, wrap_triton

@@ -38,6 +38,7 @@ from memsize.compile.backend import Compiler
 from memsize.compile.devices import CPU, META
 from memsize.compile.generated import running_ledger
 from memsize.compile.shortcuts import tracing_shortcuts
+from memsize.device.cards import DeviceProperties
 from memsize.processes.patches import Patch, assigned, calling, wrapping
 from memsize.processes.simulation import open_simulation
 from memsize.spec.scenario import CompileMode
@@ -65,6 +66,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
     """While open, `torch.compile` compiles with `compiler`; afterwards nothing of it is left."""
     trace_rules.SKIP_DIRS.extend(_SKIPPED)
     trace_rules._recompile_re()
+    dynamo.utils.common_constant_types.add(DeviceProperties)
     patches: list[Patch] = [
         wrapping(CatchErrorsWrapper, "__call__", _traced),
         wrapping(CheckFunctionManager, "__init__", _guarding),
@@ -73,6 +75,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         wrapping(FakeTensorMode, "dispatch", _on_stand_ins),
         wrapping(torch._ops, "_compute_keyset", _beneath_kernels),
         (TensorVariable, "specialize", staticmethod(calling(_specialized, TensorVariable.specialize))),
+        wrapping(dynamo.utils, "run_node", _run_on_stand_ins),
         wrapping(UnspecializedNNModuleVariable, "call_function", _inlined),
         wrapping(OptimizerVariable, "call_method", _grouped),
         wrapping(torch._TorchCompileInductorWrapper, "__call__", _compiled, compiler),
@@ -92,6 +95,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
             yield
             compiler.conclude()
     finally:
+        dynamo.utils.common_constant_types.discard(DeviceProperties)
         del trace_rules.SKIP_DIRS[-len(_SKIPPED) :]
         trace_rules._recompile_re()
         dynamo.reset()
@@ -211,6 +215,18 @@ def _specialized(original: Callable[..., dict[str, Any]], value: torch.Tensor) -
     if part and part.stands_for is not None and facts["device"].type == "meta":
         facts["device"] = part.stands_for
     return facts
+
+
+def _run_on_stand_ins(original: Callable[..., Any], tracer: Any, node: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+    """Move a fake where stand-ins are if traced code moves it to a GPU: a build without CUDA refuses the device."""
+    if node.op == "call_method" and compilation():
+        if node.target == "cuda":
+            tensor, *_ = args
+            return tensor.to(META, memory_format=kwargs.get("memory_format", torch.preserve_format))
+        if node.target == "to":
+            args = [META if named_gpu(argument) else argument for argument in args]
+            kwargs = {name: META if name == "device" and named_gpu(value) else value for name, value in kwargs.items()}
+    return original(tracer, node, args, kwargs, *rest)
 
 
 def _beneath_kernels(original: Callable[..., Any], *args: Any) -> Any:
