@@ -11,7 +11,7 @@ from memsize.device.cuda_context import cuda_context
 from memsize.device.cuda_libraries import nccl
 from memsize.device.replay import BoundedReplay, Replay, replay, replay_within
 from memsize.records.aggregates import split_phase, traffic
-from memsize.records.columns import distinct, numbers, places, rows_at
+from memsize.records.columns import distinct, numbers, places, rows_at, texts_at
 from memsize.records.gpu import (
     Card,
     GpuEstimate,
@@ -211,14 +211,17 @@ def stream_shares(trace: Trace, flow: AllocationEvents, replayed: Replay) -> tup
 def roles_of(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
     """The bytes of `live` storages by role, most first."""
     roles: dict[Role, int] = {}
-    for storage, size in zip(rows_at(trace.storages, live), live.values(), strict=True):
-        roles[storage.role] = roles.get(storage.role, 0) + size
+    for role, size in zip(texts_at(trace.storages, "role", live), live.values(), strict=True):
+        roles[role] = roles.get(role, 0) + size
     return dict(sorted(roles.items(), key=lambda item: -item[1]))
 
 
 def _largest(trace: Trace, flow: AllocationEvents, live: Mapping[int, int]) -> tuple[LiveStorage, ...]:
+    import numpy as np
+
     largest = []
-    for index in sorted(live, key=lambda storage: (-live[storage], storage))[:_LISTED]:
+    indexes, sizes = np.array([*live], dtype=np.int64), np.array([*live.values()], dtype=np.int64)
+    for index in indexes[np.lexsort((indexes, -sizes))[:_LISTED]].tolist():
         storage, phase = trace.storages[index], trace.phases[trace.events[flow.born(index)].phase]
         layer = trace.layers[storage.layer].path if storage.layer >= 0 else None
         origin = storage.op, phase, storage.dtype, storage.shape

@@ -160,6 +160,15 @@ def rows_at(rows: Sequence[Row], positions: Collection[int]) -> Sequence[Row]:
     return tuple(rows.at(np.fromiter(positions, dtype=np.int64, count=len(positions))))
 
 
+def texts_at(rows: Sequence[Row], field: str, positions: Collection[int]) -> list[str]:
+    """Return a field of texts of the rows at some positions."""
+    if not isinstance(rows, Columns):
+        return [getattr(rows[position], field) for position in positions]
+    import numpy as np
+
+    return list(rows.column(field)[np.fromiter(positions, dtype=np.int64, count=len(positions))])
+
+
 def places(rows: Sequence[Row], field: str, texts: Collection[str]) -> list[int]:
     """The rows in which a field of texts is one of `texts`."""
     import numpy as np
