@@ -173,6 +173,21 @@ def test_measuring_kernels_widens_the_peak_to_an_interval() -> None:
     assert most == format_bytes(weights + row + copied)
 
 
+def test_measuring_padding_widens_the_peak_to_an_interval() -> None:
+    """Of a product of 1,024 rows and 4,001 columns, which are padded to 4,008: random operands, the second of which is
+    padded in a copy, the result of the padded product, and a buffer of the size of an A100's L2 cache."""
+    model = nn.Linear(512, 4001, bias=False)
+    options: dict[str, Any] = {"input_size": (1024, 512), "batch_size": 1, "optimizer": None, "gpu": "a100"}
+    trace = memsize.trace(model, scenario="bf16+compile", **options).trace
+    operands, result = 1024 * 512 + 512 * 4001, 1024 * 4008
+    inside = 2 * operands  # the input and the weight, while the graph is compiled
+    (note,) = [note for note in trace.notes if "whether padding pays" in note]
+    least, most = re.findall(r"[\d.,]+ [KMG]iB", note)[:2]
+    assert least == format_bytes(max(live_bytes(trace.events)))
+    assert most == format_bytes(inside + 2 * (operands + 512 * 4008 + result) + 40 * MIB)
+    assert not [n for n in trace.notes if "max-autotune" in n]
+
+
 def test_a_gpu_with_few_multiprocessors_measures_nothing() -> None:
     trace = memsize.trace(
         Net(), input_size=(256,), batch_size=8, scenario="fp32+compile:max-autotune-no-cudagraphs", gpu="t4"

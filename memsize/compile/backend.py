@@ -58,8 +58,8 @@ class Compiler:
         self._graphs = CudaGraphs()
         self._unfused: list[range] = []
         """The events of each call of a graph that could not be lowered."""
-        self._measured: list[tuple[int, int]] = []
-        """What measuring the kernels of a graph takes, and after how many events."""
+        self._measured: list[tuple[int, int, str]] = []
+        """What measuring kernels takes, after how many events, and what they are measured for."""
         self._ledger: Ledger | None = None
         """That of the run, once there was such a graph."""
 
@@ -75,9 +75,10 @@ class Compiler:
             least = max((size for index, size in enumerate(live) if index not in unfused), default=0)
             self.note(_BETWEEN.format(format_bytes(least), format_bytes(peak)))
         if self._measured:
-            most = max(size + (live[event - 1] if event else 0) for event, size in self._measured)
+            most, purpose = max((size + (live[event - 1] if event else 0), why) for event, size, why in self._measured)
             if most > peak:
-                self.note(_MEASURED.format(format_bytes(peak), format_bytes(most)))
+                self.note(_MEASURED.format(format_bytes(peak), format_bytes(most), purpose))
+        if any(purpose == _TO_TUNE for *_, purpose in self._measured):
             self.note(_UNFUSED_PRODUCTS)
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -100,7 +101,11 @@ class Compiler:
         _fuse_attention(module)
         move, as_traced = Move(CPU), _copied(module)
         try:
-            with planning(self._capability, self._graphs), _tracing(), _fakes_moved(move):
+            with (
+                planning(self._capability, self._graphs, partial(self._add_measured, _TO_PAD)),
+                _tracing(),
+                _fakes_moved(move),
+            ):
                 moved = [move.value(fake) for fake in _fakes(module, inputs)]
                 return compiling(move.graph(module), moved)
         except RestartAnalysis:  # Dynamo begins anew, with a constant for a float that no tensor can stand for
@@ -114,7 +119,8 @@ class Compiler:
     ) -> Any:
         """Lower one graph of the partition."""
         move, as_traced = Move(CUDA), _copied(module)
-        with planning(self._capability, self._graphs, lowered), suspended(), _originals():
+        padding = partial(self._add_measured, _TO_PAD)
+        with planning(self._capability, self._graphs, padding, lowered), suspended(), _originals():
             try:
                 moved = [move.value(value) for value in inputs]
                 return compile_fx.compile_fx_inner(move.graph(module, is_propagated=True), moved, **options)
@@ -124,12 +130,14 @@ class Compiler:
 
     def _measure(self, graph: GraphLowering) -> None:
         """Note what max-autotune takes for a graph."""
-        gpu, ledger = GpuProperties.of(self._capability), running_ledger()
-        if ledger is None or gpu.multi_processor_count < LEAST_MULTIPROCESSORS:
-            return
-        if most := most_measured(graph, gpu.L2_cache_size):
+        gpu = GpuProperties.of(self._capability)
+        if gpu.multi_processor_count >= LEAST_MULTIPROCESSORS and (most := most_measured(graph, gpu.L2_cache_size)):
+            self._add_measured(_TO_TUNE, most)
+
+    def _add_measured(self, purpose: str, size: int) -> None:
+        if (ledger := running_ledger()) is not None:
             self._ledger = ledger
-            self._measured.append((len(ledger.events), most))
+            self._measured.append((len(ledger.events), size, purpose))
 
     def _run_unfused(self, call: Boxed, args: list[Any]) -> Any:
         if (ledger := running_ledger()) is None:
@@ -180,10 +188,9 @@ _UNLOWERED = (
 
 _BETWEEN = "at the peak tensors hold {} to {}: with none to all of the results in graphs that could not be lowered"
 
-_MEASURED = (
-    "at the peak tensors hold {} to {}: max-autotune copies the operands of products to measure kernels, unless a "
-    "cache has their times"
-)
+_MEASURED = "at the peak tensors hold {} to {}: {} copies the operands of products, unless a cache has their times"
+_TO_TUNE = "to measure kernels, max-autotune"
+_TO_PAD = "to measure whether padding pays, the compiler"
 
 _UNFUSED_PRODUCTS = "products that max-autotune fuses with what follows them may need less"
 

@@ -12,6 +12,7 @@ python_variable_indexing.cpp (`THPVariable_getitem`), tools/autograd/templates/p
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -167,10 +168,14 @@ def _here(buffer: Any) -> str:
 
 @contextmanager
 def planning(
-    capability: tuple[int, int], graphs: CudaGraphs, lowered: Callable[[GraphLowering], None] = lambda graph: None
+    capability: tuple[int, int],
+    graphs: CudaGraphs,
+    measured: Callable[[int], None],
+    lowered: Callable[[GraphLowering], None] = lambda graph: None,
 ) -> Iterator[None]:
     """While open, Inductor compiles graphs on `CUDA` for a GPU of this capability, and writes no kernels. What it would
-    record becomes one of the CUDA `graphs`. `lowered` is called with each graph.
+    record becomes one of the CUDA `graphs`. `measured` is called with what measuring a product would take, `lowered`
+    with each graph.
 
     What is random and recomputed draws anew: the states of generators, which graphs would save for it, are on the CPU.
     """
@@ -196,7 +201,7 @@ def planning(
         *shortcuts(),
         *without_driver(),
         *graphs.patches(),
-        *padding(properties),
+        *padding(properties, measured),
     ]
     try:
         interfaces.update(names)
@@ -242,15 +247,16 @@ def _unloaded(graph: GraphLowering, lowered: Callable[[GraphLowering], None]) ->
     return SimpleNamespace(__file__="<memsize>", call=call, runner=runner)
 
 
-def padding(properties: GpuProperties) -> Iterator[Patch]:
+def padding(properties: GpuProperties, measured: Callable[[int], None] = lambda size: None) -> Iterator[Patch]:
     """The patches by which products are padded as on a GPU of these properties, also in graphs traced on the CPU.
 
     Inductor pads a product whose sizes are no multiple of 8, such as 50,257 words, and that keeps the GPU busy, rather
     than its memory, if that turns out faster on the GPU. Here it always does: kernels without padding cannot load
-    whole vectors.
+    whole vectors. `measured` is called with the bytes that finding out takes.
     """
     yield pad_mm, "check_device", lambda *_: True
     yield pad_mm, "has_triton", lambda: True
+    yield wrapping(pad_mm, "should_pad_bench_key", _measuring, measured, properties.L2_cache_size)
     yield pad_mm, "get_cached_should_pad", lambda key: True
     yield utils, "get_gpu_dram_gbps", lambda: properties.memory
     yield (
@@ -258,6 +264,32 @@ def padding(properties: GpuProperties) -> Iterator[Patch]:
         "get_device_tflops",
         lambda dtype: properties.single if dtype is torch.float32 else properties.half,
     )
+
+
+def _measuring(
+    measured: Callable[[int], None],
+    l2_cache: int,
+    original: Callable[..., str],
+    match: Any,
+    one: Any,
+    other: Any,
+    *args: Any,
+) -> str:
+    """Random operands, padded ones and their product, and the buffer that flushes the cache (pad_mm.py,
+    `_should_pad`).
+    """
+    *batch, rows, inner, columns = (_hint(size) for size in (*one.shape, other.shape[-1]))
+    padded = [size + pad_mm.get_padded_length(size, pad_mm.get_alignment_size(one)) for size in (rows, inner, columns)]
+    operands = rows * inner + inner * columns
+    copies = (padded[0] * padded[1], (rows, inner)), (padded[1] * padded[2], (inner, columns))
+    operands += sum(size for size, (height, width) in copies if size != height * width)
+    measured(l2_cache + math.prod(batch) * (operands + padded[0] * padded[2]) * one.dtype.itemsize)
+    return original(match, one, other, *args)
+
+
+def _hint(size: Any) -> int:
+    """A size, of any number the one that the compiler goes by."""
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 SINCE: Final[dict[Release, tuple[tuple[Any, str], ...]]] = {
