@@ -280,6 +280,14 @@ def test_what_cannot_be_lowered_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert totals(compiled).saved_bytes < totals(eager).saved_bytes  # what the partition saves is known all the same
 
 
+def test_bfloat16_is_not_compiled_on_a_gpu_without_it() -> None:
+    """PyTorch skips such code on a T4, and runs it as it is written."""
+    eager, compiled = (traced_anew(Gelus(), scenario, gpu="t4") for scenario in ("bf16", "bf16" + COMPILED))
+    assert [e.delta for e in compiled.events] == [e.delta for e in eager.events]
+    assert [note for note in compiled.notes if "BF16 is not supported" in note and "runs eagerly there too" in note]
+    assert not [note for note in compiled.notes if "could not be" in note]
+
+
 @pytest.mark.parametrize("model", [Gelus, Checkpointed])
 def test_what_cannot_be_traced_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     with warnings.catch_warnings(action="ignore"):

@@ -147,7 +147,7 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
     """
     model, gpu, report_progress = replace(request.model, mode="eval"), request.gpu, progress or (lambda _: None)
     where, scenarios = card(gpu.name or DEFAULT_GPU), select(SERVED if request.scenarios is None else request.scenarios)
-    refuse_compiled(scenarios, "servers (vLLM compiles models itself, from 0.8 on)")
+    refuse_compiled(scenarios, "servers: vLLM compiles models itself from 0.8 on, which the figures of serve include")
     if request.serving.tensor_parallel_size > 1:
         model = _one_of(request.serving.tensor_parallel_size, model, report_progress)
     with model_of(model, report_progress, where.name) as loaded:

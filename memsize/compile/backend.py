@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut
 from torch._inductor import compile_fx, config
 from torch._inductor.decomposition import select_decomp_table
@@ -108,6 +108,9 @@ class Compiler:
             ):
                 moved = [move.value(fake) for fake in _fakes(module, inputs)]
                 return compiling(move.graph(module), moved)
+        except SkipFrame as reason:
+            self.note(_SKIPPED.format(reason))
+            raise
         except RestartAnalysis:  # Dynamo begins anew, with a constant for a float that no tensor can stand for
             raise
         except Exception as error:
@@ -125,6 +128,9 @@ class Compiler:
                 moved = [move.value(value) for value in inputs]
                 return compile_fx.compile_fx_inner(move.graph(module, is_propagated=True), moved, **options)
             except Exception as error:
+                reason = getattr(error, "inner_exception", error)  # which Inductor wraps where its caches are off
+                if isinstance(reason, SkipFrame):
+                    raise reason from None
                 self.note(_UNLOWERED.format(_reason(error)))
                 return _boxed(partial(self._run_unfused, _one_by_one(as_traced)))
 
@@ -193,6 +199,8 @@ _TO_TUNE = "to measure kernels, max-autotune"
 _TO_PAD = "to measure whether padding pays, the compiler"
 
 _UNFUSED_PRODUCTS = "products that max-autotune fuses with what follows them may need less"
+
+_SKIPPED = "torch.compile leaves code uncompiled on this GPU ({}): it runs eagerly there too"
 
 _UNTRACED = "a compiled graph could not be traced here ({}): it runs eagerly, and may need less memory, or more"
 
