@@ -608,11 +608,11 @@ def compiled_graphs() -> Iterator[list[str]]:
         yield graphs
 
 
-def run_script(text: str, **options: Any) -> Trace:
+def run_script(text: str, gpu: str = "a100", **options: Any) -> Trace:
     with TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
         script.write_text(text)
-        return memsize.run(script, gpu="a100", **options).trace
+        return memsize.run(script, gpu=gpu, **options).trace
 
 
 @cache
@@ -726,6 +726,31 @@ def test_a_compiled_triton_kernel_writes_to_buffers_of_its_operator() -> None:
     trace = run_script(LAUNCHED)
     assert not [note for note in trace.notes if "could not be" in note]
     assert [s.op for s in trace.storages if s.role == "activation" and s.bytes == 32 * 64 * 4] == ["randn", "empty"]
+
+
+DESCRIBED = """
+import torch, triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+@triton.jit
+def copied(description, out):
+    pass
+
+def scaled(x):
+    out = torch.empty_like(x)
+    {}
+    return up(out).sin().sum()
+
+up = torch.nn.Linear(64, 64, device="cuda")
+torch.compile(scaled, fullgraph=True)(torch.randn(8, 64, device="cuda")).backward()
+"""
+
+
+def test_a_compiled_triton_kernel_takes_descriptors_of_tensors() -> None:
+    pytest.importorskip("triton", reason="is not always installed")
+    described = run_script(DESCRIBED.format("copied[(1,)](TensorDescriptor.from_tensor(x, [8, 64]), out)"), "h100")
+    plain = run_script(DESCRIBED.format("copied[(1,)](x, out)"), "h100")
+    assert [event.delta for event in described.events] == [event.delta for event in plain.events]
 
 
 SCRIPT_OF_ONE = """

@@ -140,6 +140,10 @@ class PlannedWrapper(PythonWrapperCodegen):
     def codegen_device_guard_exit(self) -> None:
         return None
 
+    def generate_tma_descriptor(self, desc: Any) -> None:
+        """Name nothing: a tensor is described to a launch, which is not written (`_LAUNCHES`)."""
+        self.writeline(f"{desc.name} = None")
+
     def writeline(self, line: Any) -> None:
         """How often a `while_loop` runs depends on data: here twice, after which it takes no more."""
         wrapper: Any = super()
