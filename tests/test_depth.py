@@ -356,6 +356,8 @@ def test_a_shortened_model_is_as_if_it_had_been_built_so() -> None:
     model.config = SimpleNamespace(kinds=kinds, pattern=("dense", "last"), num_hidden_layers=12, num_heads=12)
     model.kinds = tuple(kinds)
     model.layers = nn.ModuleList([*linears(6), *(Block(number) for number in range(1, 11)), *linears(8)])
+    model.n_layers, model.heads = 12, 12
+    model.layers[0].layers_behind = 12
     model.layers[-1].index = 11
     model.layers[-1].count = 3
     assert repeated(model) == RepeatedBlocks("layers.", 1, 1, 10, behind=1)
@@ -370,3 +372,4 @@ def test_a_shortened_model_is_as_if_it_had_been_built_so() -> None:
     assert model.kinds == ("dense", "sparse", "sparse", "sparse", "last")
     assert model.config.pattern == ("dense", "last")
     assert (model.config.num_hidden_layers, model.config.num_heads) == (5, 12)
+    assert (model.n_layers, model.heads, model.layers[0].layers_behind) == (5, 12, 12)

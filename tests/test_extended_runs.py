@@ -59,6 +59,24 @@ WORKLOADS = {
 }
 
 
+class CountedLayers(Deep):
+    """Goes through its layers by their number."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.n_layers = len(self.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for number in range(self.n_layers):
+            x = self.layers[number](x)
+        return self.head(x)
+
+
+def test_a_model_that_has_its_number_of_layers() -> None:
+    assert assert_law(CountedLayers(), STEPS).extended_from in SHORT
+
+
 @pytest.mark.parametrize(("workload", "scenario"), WORKLOADS.values(), ids=WORKLOADS)
 def test_a_model_of_ones_own(workload: Any, scenario: str) -> None:
     assert assert_law(Deep(16), workload, scenario).extended_from in SHORT

@@ -20,7 +20,7 @@ _LONGEST_PERIOD: Final = 12
 _MORE_RUNS: Final = 2
 """How many runs of the shortest model are assumed to follow the first, where stacks are chosen."""
 _COUNTS: Final = re.compile("layer|block|depth")
-"""Names in a config of how many blocks there are: a cache has a part for each of them, also for one that is not run."""
+"""Names, in a config or a module around the blocks, of how many there are. A cache has a part for each, run or not."""
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)", re.DOTALL)
 
 
@@ -173,9 +173,10 @@ def superfluous(model: nn.Module, blocks: ModelBlocks, counts: Sequence[int]) ->
 
 def shorten(model: nn.Module, blocks: ModelBlocks, counts: Sequence[int]) -> None:
     """Leave as many periods of each group of blocks in `model`, a copy. Blocks behind them, lists with an item for each
-    block and the number of layers in a config are as if the model had been built so.
+    block and the number of layers in a config, or in a module around the blocks, are as if the model had been built so.
     """
     removed: dict[int, slice] = {}
+    inside: set[int] = set()
     for group, count in zip(blocks.groups, counts, strict=True):
         for stack in group:
             repeated = stack.repeated
@@ -192,12 +193,13 @@ def shorten(model: nn.Module, blocks: ModelBlocks, counts: Sequence[int]) -> Non
             del children[without]
             holder._modules.clear()
             holder._modules.update({f"{stem}{number}": child for number, child in enumerate(children)})
+            inside.update(id(module) for child in children for module in child.modules())
     for owner in _owners(model):
         for name, value in list(vars(owner).items()):
             if type(value) in (list, tuple) and len(value) in removed and not name.startswith("__"):
                 without = removed[len(value)]
                 vars(owner)[name] = value[: without.start] + value[without.stop :]
-            elif type(value) is int and value in removed and _COUNTS.search(name) and not isinstance(owner, nn.Module):
+            elif type(value) is int and value in removed and id(owner) not in inside and _COUNTS.search(name):
                 vars(owner)[name] = value - (removed[value].stop - removed[value].start)
 
 
