@@ -822,6 +822,8 @@ def test_a_release_does_only_what_it_does_yet(stack: str, largest: int, lacking:
     beside = 2 * 8_519_680 + 2 * 4
     assert most_in(trace, "backward 2") == largest * 2**20 + beside
     assert off - UNCHECKED == {name for name, is_on in switches().items() if is_on and name in lacking}
+    (rules,) = [note for note in trace.notes if "compiled by the rules" in note]
+    assert f", without {len(off - UNCHECKED)} of its optimizations, which {stack.partition('=')[2]} lacks:" in rules
 
 
 SCRIPT_OF_TWO = """

@@ -123,3 +123,16 @@ def test_upsampling_keeps_its_indices(name: str, more: dict[tuple[str, int], int
         for trace in both(name, "fp32", DIFFERENT)
     )
     assert compiled - eager == more and not eager - compiled
+
+
+@pytest.mark.thorough
+def test_weights_of_convolutions_are_kept_as_their_copies_in_channels_last() -> None:
+    """Inductor prefers that layout where most convolutions have many channels, and copies their weights into it."""
+    net = {
+        "convolutions": (lambda: nn.Sequential(*(nn.Conv2d(128, 128, 3, bias=False) for _ in range(3))), (128, 32, 32))
+    }
+    eager, compiled = both("convolutions", "fp32", net)
+    more = totals(compiled).saved_bytes - totals(eager).saved_bytes
+    copies = [s for s in compiled.storages if s.saved_by >= 0 and s.op == "clone" and s.shape == (128, 128, 3, 3)]
+    assert more == sum(s.bytes for s in copies) == 3 * 128 * 128 * 3 * 3 * 4
+    assert [compiled.layers[s.layer].path for s in copies] == ["0", "1", "2"]

@@ -151,7 +151,12 @@ class Origins:
 
 
 def origin_of(node: Node) -> Origin:
-    """The operation, module and line of a node of a graph that AOTAutograd traced."""
+    """The operation, module and line of a node of a graph that AOTAutograd traced. A buffer of a parameter's or an
+    input's values is a copy in the layout that an operation wants.
+    """
+    if node.op == "placeholder":
+        user = next(iter(node.users), None)
+        return Origin("clone") if user is None else origin_of(user)._replace(op="clone")
     packet = getattr(node.target, "overloadpacket", node.target)
     innermost = next(reversed(_modules(node).values()), ("",))[0]
     return Origin(getattr(packet, "__name__", str(packet)), module_path(innermost), _line(node))

@@ -315,14 +315,16 @@ SINCE: Final[dict[Release, tuple[tuple[Any, str], ...]]] = {
 """By the first release in which they are on."""
 
 
+def lacking(release: Release | None) -> list[tuple[Any, str]]:
+    """The switches of the installed compiler that `release` doesn't have yet."""
+    later = [switch for first, switches in SINCE.items() if release and release < first for switch in switches]
+    return [(module, name) for module, name in later if name in module._config]
+
+
 @contextmanager
 def switches_of(release: Release | None) -> Iterator[None]:
     """While open, what `release` of PyTorch's compiler doesn't do yet is off; None is the installed one."""
-    later = [switch for first, switches in SINCE.items() if release and release < first for switch in switches]
-    off = {
-        module: {name: False for of, name in later if of is module and name in module._config}
-        for module in (inductor, functorch)
-    }
+    off = {module: {name: False for of, name in lacking(release) if of is module} for module in (inductor, functorch)}
     with inductor.patch(off[inductor]), functorch.patch(off[functorch]):
         yield
 

@@ -37,11 +37,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memsize.compile.backend import Compiler
 from memsize.compile.devices import CPU, META
 from memsize.compile.generated import running_ledger
+from memsize.compile.gpu import lacking
 from memsize.compile.shortcuts import tracing_shortcuts
 from memsize.device.cards import DeviceProperties
 from memsize.processes.patches import Patch, assigned, calling, wrapping
 from memsize.processes.simulation import open_simulation
 from memsize.spec.scenario import CompileMode
+from memsize.spec.stack import Release
 from memsize.torch_internals.meta import KEY
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.named_devices import named_gpu
@@ -101,10 +103,18 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         dynamo.reset()
 
 
-RULES: Final = (
-    "compiled by the rules of PyTorch {}: what torch.compile recomputes, fuses and reuses differs between releases; "
-    "choices that it makes by measured times are assumed"
-)
+def rules(release: Release | None) -> str:
+    """Say whose rules compiled code follows where `release` of PyTorch was asked for; None is the installed one."""
+    off = len(lacking(release))
+    older = (
+        f", without {off} of its optimizations, which {'.'.join(map(str, release))} lacks" if release and off else ""
+    )
+    return (
+        f"compiled by the rules of PyTorch {torch.__version__.partition('+')[0]}{older}: what torch.compile "
+        "recomputes, fuses and reuses differs between releases; choices that it makes by measured times are assumed"
+    )
+
+
 _LOGGERS: Final = ("torch._dynamo", "torch._functorch", "torch._inductor")
 
 
@@ -327,7 +337,7 @@ def compiled_model(
     """Compile the calls of `parts` of the model of `run` while open, as their method `compile` does."""
     modules = [run.setup.model.get_submodule(part) for part in parts]
     with compiling(Compiler(capability, run.note)), _existing_frozen():
-        run.note(RULES.format(torch.__version__.partition("+")[0]))
+        run.note(rules(run.setup.gpu.stack.release))
         for module in modules:
             call = module._call_impl
             if trace_rules.check(

@@ -18,6 +18,7 @@ import torch
 
 from memsize.cuda.cuda_semantics import original_lists_of_devices
 from memsize.kernels.attention import compiled_mask
+from memsize.kernels.semantics import current
 from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.processes.patches import SuspendablePatches
 from memsize.tracing.overrides import FLEX, Compiles, suspended_overrides
@@ -111,9 +112,10 @@ class Compilation:
         self._is_open = True
         with self._suspended(), warnings.catch_warnings(action="ignore"):
             from memsize.compile.backend import Compiler
-            from memsize.compile.region import RULES, compiling
+            from memsize.compile.region import compiling, rules
 
-        self._note(RULES.format(torch.__version__.partition("+")[0]))
+        semantics = current()
+        self._note(rules(semantics.release if semantics else None))
         compiler = Compiler(self._capability, self._note)
         self._partition = compiler.partition
         self._regions.enter_context(
