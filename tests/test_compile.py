@@ -350,7 +350,15 @@ def test_a_report_says_what_compiled_code_recomputes_and_keeps() -> None:
     assert eager and compiled
     lower = (eager.requested - compiled.requested) / 1024
     assert finding.text("KiB").startswith(f"{expected} Its training peak is {lower:.2f} KiB lower: ")
-    assert report.scenario_results and finding in document(report).verdict()
+    assert finding in document(report).verdict()
+
+
+def test_modes_that_keep_the_same_are_described_once_in_a_verdict() -> None:
+    scenarios = "fp32+compile,fp32+compile:max-autotune-no-cudagraphs"
+    report = memsize.report(Gelus(), (32, 64), batch_size=8, scenarios=scenarios)
+    assert [f.values["name"] for f in report.findings if f.code == "compiled"] == scenarios.split(",")
+    (described,) = (finding for finding in document(report).verdict() if finding.code == "compiled")
+    assert described.values["name"] == "fp32+compile"
 
 
 @pytest.mark.parametrize("wrapped", [True, False])

@@ -47,6 +47,7 @@ _ALIKE: Final[tuple[Callable[[_Result], object], ...]] = (
 def compiled(evidence: Evidence) -> Iterator[Finding]:
     """Compare each compiled scenario with the same one uncompiled, where both were run."""
     runs = {"as-given": evidence.as_given, **evidence.runs}
+    shown = list[tuple[str, list[_Result], list[_Result]]]()
     for name, trace in runs.items():
         base, is_compiled, _ = name.partition(COMPILED)
         if is_compiled and base in runs:
@@ -61,7 +62,9 @@ def compiled(evidence: Evidence) -> Iterator[Finding]:
             if added:
                 instead = " instead" if recomputed else ""
                 text += f"{', and' if recomputed else ': it'} keeps {_named(added, 'added', values)}{instead}"
-            brief = text = f"{text}."
+            text = f"{text}."
+            brief = "" if (base, recomputed, added) in shown else text  # which other modes keep, too
+            shown.append((base, recomputed, added))
             for run, peaks in (("training", evidence.peaks), ("inference", evidence.inference)):
                 if base in peaks and name in peaks:
                     text += f" Its {run} {_peak_change(peaks[base], peaks[name], run, values)}."
@@ -69,13 +72,13 @@ def compiled(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _saved(trace: Trace) -> list[_Result]:
-    """The tensors that a run keeps for backward. Inputs are no module's results."""
+    """The results that a run keeps for backward, without its inputs."""
     outside = ("", "")
     modules = [(layer.type, layer.path) for layer in trace.layers]
     return [
         _Result(s.bytes, s.dtype, s.op, *(modules[s.layer] if s.layer >= 0 else outside))
         for s in trace.storages
-        if s.saved_by >= 0
+        if s.saved_by >= 0 and s.role != "input"
     ]
 
 
