@@ -128,6 +128,11 @@ def test_windows_and_full_attention_share_one_pool_of_blocks(config: Callable[..
     assert paged.tokens.low == paged.blocks.low // 6 * 16
 
 
+def test_one_sequence_and_blocks_of_one_token(config: Callable[..., str]) -> None:
+    text = repr(memsize.serve(config(**SMALL), server="sglang=0.5.9", scenarios="as-given"))
+    assert "4,096 tokens, 1 sequence," in text and "blocks of 1 token," in text
+
+
 def test_a_cache_in_fp8_holds_twice_as_many_tokens(config: Callable[..., str]) -> None:
     own, fp8 = (
         memsize.serve(config(**SMALL), scenarios="as-given", kv_cache_dtype=dtype).ran[0] for dtype in (None, "fp8")
@@ -640,9 +645,11 @@ def test_a_cache_of_a_set_size(config: Callable[..., str]) -> None:
     (row,) = memsize.serve(config(**SMALL), kv_cache_memory=16 * 2 * LAYER * 10, **options).ran
     assert row.paged is not None
     assert row.paged.longest == (160, 160)
-    (row,) = memsize.serve(config(**SMALL), kv_cache_memory="15GiB", **options).ran
+    report = memsize.serve(config(**SMALL), kv_cache_memory="15GiB", **options)
+    (row,) = report.ran
     assert row.paged is None
     assert row.shortage > 0
+    assert "are missing for a KV cache of 15.0 GiB." in str(report)
 
 
 def test_room_for_cuda_graphs_is_an_interval(config: Callable[..., str]) -> None:
@@ -788,6 +795,21 @@ def test_both_products_of_experts_share_a_buffer(config: Callable[..., str]) -> 
         return memsize.serve(config(**routed), server=f"vllm={release}", **options).ran[0].profile
 
     assert step("0.7.3") - step("0.8.0") == 4096 * 2 * 2 * 32 * 2
+
+
+def test_weights_that_a_server_quantizes(config: Callable[..., str]) -> None:
+    """Those of experts are, the head is not: 4 experts of 3 × 512 × 256 numbers, and what attention has, in two layers.
+
+    vLLM 0.19 logged 8.49 GiB for Llama-3.1-8B with `--quantization fp8` (jgchn/llm-d-planner, accuracy).
+    """
+    routed = WIDE | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128}
+    routed |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    rows = memsize.serve(config(**routed), server="vllm=0.19.0", max_num_batched_tokens=64).ran
+    plain, fp8, int4 = sorted(rows, key=lambda row: -row.weights)
+    heads = 128 * (4 + 2 + 2 + 4)
+    numbers = 2 * (4 * 3 * 512 * 256 + 512 * heads)
+    assert plain.weights - fp8.weights == pytest.approx(numbers, rel=0.01)
+    assert plain.weights - int4.weights == pytest.approx(numbers * (2 - 0.5 - (2 + 0.5) / 128), rel=0.01)
 
 
 def test_the_workspace_of_experts_stays(config: Callable[..., str]) -> None:

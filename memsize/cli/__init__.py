@@ -185,6 +185,7 @@ _OTHER_NAMES = {
     "--optim": "--train",
     "--optimizer": "--train",
     "--precision": "--scenario",
+    "--quantization": "--scenario",
     "--shape": "--input",
     "--vram": "--budget",
     "--world-size": "--gpus",

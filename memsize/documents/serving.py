@@ -84,8 +84,9 @@ def title(report: ServingReport) -> Title:
     """The model, how it is served, and the card."""
     arguments = report.asked
     cards = report.card.name if arguments["tp"] == 1 else f"each of {arguments['tp']} {report.card.name}"
-    step = f"steps of {arguments['batched_tokens']:,} tokens, {arguments['seqs']:,} sequences"
-    taken = f"{arguments['utilization']:.0%} of its memory, blocks of {arguments['block']} tokens"
+    seqs, block = arguments["seqs"], arguments["block"]
+    step = f"steps of {arguments['batched_tokens']:,} tokens, {seqs:,} sequence{'s' * (seqs != 1)}"
+    taken = f"{arguments['utilization']:.0%} of its memory, blocks of {block} token{'s' * (block != 1)}"
     server = f"by {arguments['server']}: " if "server" in arguments else ""
     strips = ((_strip(report, report.ran[0]),),) if report.ran else ()
     return Title(report.model, ((f"{server}{step}",), (f"on {cards}: {taken}",), *strips))

@@ -201,7 +201,7 @@ def searched_generation(vary: Vary, generation: Generation | None, prompt: int |
     return replace(generation or Generation(), prompt=PROMPT if prompt is None else prompt)
 
 
-KV_BYTES: Final = {"fp8": 1}
+KV_BYTES: Final = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """The dtypes of a paged cache other than the model's own, and their bytes."""
 
 SERVED: Final = ("as-given", "fp8-weight", "int4-weight")
@@ -279,7 +279,7 @@ class Serving:
         filled_in = (
             (self.gpu_memory_utilization, f"{utilization:.3g} of the memory"),
             (self.max_num_batched_tokens, f"{tokens:,} tokens of a step"),
-            (self.max_num_seqs, f"{seqs:,} sequences"),
+            (self.max_num_seqs, f"{seqs:,} sequence{'s' * (seqs != 1)}"),
             (self.block_size, f"blocks of {rules.block}"),
         )
         return ServerArguments(

@@ -197,9 +197,13 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
         values |= sizes(short=row.shortage, weights=row.weights, rest=rest)
         text = (
             "{scenario} does not fit: the server may use {budget} of {card}, but weights take {weights}, and a step, "
-            "CUDA graphs and memory outside PyTorch at least {rest}. Nothing is left for the KV cache; {short} are "
-            "missing."
+            "CUDA graphs and memory outside PyTorch at least {rest}. "
         )
+        if serving.kv_bytes is None:
+            text += "Nothing is left for the KV cache; {short} are missing."
+        else:
+            values |= sizes(cache=serving.kv_bytes)
+            text += "{short} are missing for a KV cache of {cache}."
         yield Finding("serves-none", text, values, bytes=row.shortage, brief=text)
         return
     paged = row.paged

@@ -22,7 +22,13 @@ from memsize.analysis.remedies import Need
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.first_start import benchmark
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
-from memsize.analysis.serving.server_remedies import ServedModel, arguments_of, assumptions, remedies_for_server
+from memsize.analysis.serving.server_remedies import (
+    ServedModel,
+    arguments_of,
+    as_served,
+    assumptions,
+    remedies_for_server,
+)
 from memsize.device.allocation_events import OMITTED
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import processors
@@ -414,13 +420,14 @@ def loaded_weights(trace: Trace, allocator: AllocatorConfig, *, repacks: bool) -
 
 
 def served_scenarios(scenarios: Sequence[Scenario], model: Any, rules: Rules) -> tuple[Scenario, ...]:
-    """The scenarios to serve `model` under: as given means as its checkpoint is quantized, where its config says so.
+    """The scenarios to serve `model` under: as given means as its checkpoint is quantized, where its config says so;
+    else fp8 and int4 weights are those that a server has.
 
     Raises `ScenarioError` where another scenario alone would quantize such a model anew.
     """
     quantization = checkpoint_config_of(model)
     if not isinstance(quantization, dict):
-        return tuple(scenarios)
+        return tuple(as_served(scenario, rules) for scenario in scenarios)
     method = quantization.get("quant_method", "no method")
     layout = checkpoint_layout(quantization, unpacked=rules.products == "unpacks")
     title = f"weights of the checkpoint ({method})"
