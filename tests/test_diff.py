@@ -103,7 +103,7 @@ def test_two_revisions_and_a_tree_that_is_not_committed(git: Git, capsys: pytest
     Path("net.py").write_text("raise SystemExit('a draft')\n")
     found = data(capsys, "HEAD~1:net.py:Net", "HEAD:net.py:Net")
     assert changes(found) == CHANGES
-    assert found["notes"] and not any(row["of"] != "run" for row in found["figures"])  # type: ignore[attr-defined]
+    assert all(row["of"] == "run" for row in found["figures"])  # type: ignore[attr-defined]
     assert git("status", "--porcelain") == " M net.py\n"
 
 
