@@ -270,6 +270,21 @@ def test_a_model_is_built_once_for_its_cells(folder: Path) -> None:
     assert (folder / "imported").read_text() == "x"
 
 
+@pytest.mark.thorough
+def test_a_short_sweep_takes_one_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "counted.py").write_text(f"with open('imported', 'a') as file: file.write('x')\n{NETS}")
+    grid = {"target": "counted.py:Net", "input": "64", "batch_size": [1, 2, 3, 4]}
+    alone = memsize.sweep(grid, jobs=1)
+    (folder / "imported").unlink()
+    assert [row.reserved for row in memsize.sweep(grid).sweep_rows] == [row.reserved for row in alone.sweep_rows]
+    assert (folder / "imported").read_text() == "x"
+    # Without patience, the first process does one cell of four.
+    monkeypatch.setattr("memsize.api.sweeping._HEAD_START", 0.0)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert [row.reserved for row in memsize.sweep(grid).sweep_rows] == [row.reserved for row in alone.sweep_rows]
+    assert len((folder / "imported").read_text()) == 1 + 1 + 3
+
+
 @pytest.mark.slow
 def test_a_process_that_dies_takes_only_its_cell_along(folder: Path) -> None:
     grid = {"target": ["nets.py:Net", "nets.py:Dies"], "input": "64", "batch_size": [2, 8]}

@@ -38,6 +38,8 @@ when the machine goes down.
 """
 _SHARE: Final = 4
 """Tasks for each process at least, so that none waits long for the last."""
+_HEAD_START: Final = 5.0
+"""Seconds of CPU time in which a process imports PyTorch and transformers, as each beside the first has to."""
 _DISTRIBUTIONS: Final = {"hf": "transformers"}
 
 
@@ -79,9 +81,8 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
     ) as file:
         rows = _Rows(grid.name, cells, made_with, file=file, retry=request.retry)
         report_progress(f"running {len(rows.missing)} cells")
-        tasks = _tasks(grid.folder, rows.missing, request.jobs, timeout=request.timeout)
         try:
-            for task, answers in _outcomes(tasks, request):
+            for task, answers in _answers(grid.folder, rows, request):
                 rows.add(task, answers)
                 report_progress(rows.progress)
         except KeyboardInterrupt:
@@ -121,9 +122,9 @@ class _Rows:
         return f"{done} of {most} cells" + (f", {self._failed} failed" if self._failed else "")
 
     def add(self, task: _Task, rows: Sequence[SweepRow]) -> None:
-        self.rows |= zip(task.numbers, rows, strict=True)
+        self.rows |= zip(task.numbers[: len(rows)], rows, strict=True)
         if self._file:
-            made_with = (self._made_with[cell.settings["target"]] for cell in task.cells)
+            made_with = (self._made_with[cell.settings["target"]] for cell in task.cells[: len(rows)])
             self._file.add(zip(rows, made_with, strict=True))
         self._failed += sum(row.outcome == "failed" for row in rows)
 
@@ -165,7 +166,18 @@ def _code(target: str) -> str:
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: float | None) -> list[_Task]:
+def _answers(folder: Path, rows: _Rows, request: SweepRequest) -> Iterator[tuple[_Task, list[SweepRow]]]:
+    """The rows of the missing cells as they come. Unless the user chose a number of processes, one works alone at
+    first, on the cells of one model: that may be all there is.
+    """
+    if request.jobs is None and request.backend == "loky":
+        yield from _outcomes(_tasks(folder, rows.missing, request, head_start=_HEAD_START)[:1], request)
+    yield from _outcomes(_tasks(folder, rows.missing, request), request)
+
+
+def _tasks(
+    folder: Path, cells: Mapping[int, Cell], request: SweepRequest, head_start: float | None = None
+) -> list[_Task]:
     """Cells that share a trace together, and with them others of the same model, as it is built for its own step, on
     GPUs that run the same kernels: each kind of kernels needs a run of all layers.
     """
@@ -175,15 +187,17 @@ def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: f
         model = repr((cell.settings["target"], cell.settings.get("arguments"), cell.subject.trained_parts, own))
         traces = models.setdefault(model, {})
         traces.setdefault(repr(_trace_of(cell)), []).append(number)
-    processes = jobs or os.cpu_count() or 1
-    fair = sum(map(len, models.values())) // (_SHARE * processes)
-    most = _MOST_TRACES if processes == 1 else min(_MOST_TRACES, max(1, fair))
+    processes, count = request.jobs or os.cpu_count() or 1, sum(map(len, models.values()))
+    most = _MOST_TRACES if processes == 1 else min(_MOST_TRACES, max(1, count // (_SHARE * processes)))
+    most = most if head_start is None else max(count, 1)
     tasks = []
     for traces in models.values():
         groups = sorted(traces.values(), key=lambda group: _card_of(cells[group[0]]).kernels)
         for start in range(0, len(groups), most):
             numbers = tuple(number for group in groups[start : start + most] for number in group)
-            tasks.append(_Task(folder, tuple(cells[number] for number in numbers), numbers, timeout=timeout))
+            tasks.append(
+                _Task(folder, tuple(cells[number] for number in numbers), numbers, request.timeout, head_start)
+            )
     return tasks
 
 
@@ -207,10 +221,13 @@ def _outcomes(tasks: list[_Task], request: SweepRequest) -> Iterator[tuple[_Task
 
 @dataclass(frozen=True, slots=True)
 class _Task:
+    """Cells of one model, by their `numbers`. After `head_start` seconds of CPU time (None: never) none is begun."""
+
     folder: Path
     cells: tuple[Cell, ...]
     numbers: tuple[int, ...]
     timeout: float | None
+    head_start: float | None = None
 
 
 def _trace_of(cell: Cell) -> dict[str, object]:
@@ -224,7 +241,9 @@ def _card_of(cell: Cell) -> Card:
 
 
 def _run_cells(task: _Task) -> list[SweepRow]:
-    """The rows of a task's cells, in their order: its model is built once, and each trace is run once."""
+    """The rows of a task's cells, in their order, at least of the first: its model is built once, and each trace is run
+    once.
+    """
     import memsize.analysis.runner  # noqa: F401 - PyTorch is imported before the time counts
 
     rows: list[SweepRow] = []
@@ -236,8 +255,10 @@ def _run_cells(task: _Task) -> list[SweepRow]:
             time_limited(task.timeout) as restart,
             model_of(first.subject, gpu=_card_of(first).name, own=own) as loaded,
         ):
-            shared = _Shared(loaded)
+            shared, begun = _Shared(loaded), time.process_time()
             for cell in task.cells:
+                if rows and task.head_start is not None and time.process_time() - begun > task.head_start:
+                    return rows
                 restart()
                 rows.append(shared.row(cell, task.timeout))
     except (Exception, TimeLimitError) as error:
