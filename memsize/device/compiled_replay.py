@@ -6,7 +6,6 @@ request that CUDA would refuse. Python goes on from there, and does it all where
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -100,15 +99,21 @@ def _rows(library: Any, handle: Any, table: int) -> Rows:
     import numpy as np
 
     count = library.memsize_count(handle, table)
-    rows = np.ctypeslib.as_array(library.memsize_rows(handle, table), (count, 5)) if count else np.zeros((0, 5), int)
-    listed: Rows = rows.tolist()
+    if not count:
+        return []
+    listed: Rows = np.ctypeslib.as_array(library.memsize_rows(handle, table), (count, 5)).tolist()
     return listed
 
 
 @cache
 def _library() -> Any:
-    """The compiled code; None where it was not built, or for another system."""
+    """The compiled code; None where it was not built, for another system, or before its source was changed."""
+    import ctypes
+
+    source = LIBRARY.with_suffix(".cpp")  # not in a wheel
     try:
+        if source.exists() and source.stat().st_mtime > LIBRARY.stat().st_mtime:
+            return None
         library = ctypes.CDLL(str(LIBRARY))
     except OSError:
         return None
