@@ -694,8 +694,18 @@ def test_a_compiled_backward_frees_what_it_has_used() -> None:
 
 ON_THE_GPU = """
 import torch
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x * x.new_tensor(2.0)
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * torch.tensor(2.0, device=gradient.device)
 up = torch.nn.Linear(64, 64, device="cuda")
-torch.compile(lambda x: {}, fullgraph=True)(torch.randn(32, 64, device="cuda")).sum().backward()
+def scaled(x):
+    with torch.cuda.device(x.device):
+        return {}
+torch.compile(scaled, fullgraph=True)(torch.randn(32, 64, device="cuda")).sum().backward()
 torch.compiler.reset()
 """
 
@@ -703,7 +713,11 @@ torch.compiler.reset()
 def test_compiled_code_names_its_gpu_and_asks_for_its_properties() -> None:
     """What is there already is not copied; a warp has 32 threads."""
     asking = 'up(x.cuda()).to("cuda") * torch.cuda.get_device_properties("cuda").warp_size'
-    named, plain = run_script(ON_THE_GPU.format(asking)), run_script(ON_THE_GPU.format("up(x) * 32"))
+    asking = f'Doubled.apply({asking} * torch.tensor(2.0, device="cuda"))'
+    named = run_script(ON_THE_GPU.format(asking))
+    plain = run_script(
+        ON_THE_GPU.replace("with torch.cuda.device(x.device)", "if True").format("up(x) * 32 * 2.0 * 2.0")
+    )
     assert [event.delta for event in named.events] == [event.delta for event in plain.events]
     assert named.notes == plain.notes
 

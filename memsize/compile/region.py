@@ -27,9 +27,10 @@ from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import TensorVariable, UnspecializedNNModuleVariable
+from torch._dynamo.variables.ctx_manager import CUDADeviceVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 from torch.optim import Optimizer, optimizer
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -63,6 +64,10 @@ _SKIPPED: Final = [
 ]
 
 
+_EXCHANGES: Final = {"_exchange_fn", "_maybe_exchange_fn"} & vars(CUDADeviceVariable).keys()
+"""Select a GPU in a graph (`with torch.cuda.device(…)`), which allocates on that of its inputs; not in 2.11."""
+
+
 @contextmanager
 def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None]:
     """While open, `torch.compile` compiles with `compiler`; afterwards nothing of it is left."""
@@ -78,12 +83,14 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         wrapping(torch._ops, "_compute_keyset", _beneath_kernels),
         (TensorVariable, "specialize", staticmethod(calling(_specialized, TensorVariable.specialize))),
         wrapping(dynamo.utils, "run_node", _run_on_stand_ins),
+        wrapping(Interpreter, "call_function", _call_on_stand_ins),
         wrapping(UnspecializedNNModuleVariable, "call_function", _inlined),
         wrapping(OptimizerVariable, "call_method", _grouped),
         wrapping(torch._TorchCompileInductorWrapper, "__call__", _compiled, compiler),
         wrapping(dynamo, "optimize", _optimized),
         wrapping(torch._C._autograd, "_saved_tensors_hooks_disable", _disabled_for_others),
         (compiled_autograd, "_enable", contextmanager(partial(_backward_by_graph, compiler))),
+        *((CUDADeviceVariable, name, staticmethod(lambda device: device)) for name in _EXCHANGES),
         *tracing_shortcuts(),
     ]
     try:
@@ -228,15 +235,22 @@ def _specialized(original: Callable[..., dict[str, Any]], value: torch.Tensor) -
 
 
 def _run_on_stand_ins(original: Callable[..., Any], tracer: Any, node: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
-    """Move a fake where stand-ins are if traced code moves it to a GPU: a build without CUDA refuses the device."""
-    if node.op == "call_method" and compilation():
-        if node.target == "cuda":
-            tensor, *_ = args
-            return tensor.to(META, memory_format=kwargs.get("memory_format", torch.preserve_format))
-        if node.target == "to":
-            args = [META if named_gpu(argument) else argument for argument in args]
-            kwargs = {name: META if name == "device" and named_gpu(value) else value for name, value in kwargs.items()}
-    return original(tracer, node, args, kwargs, *rest)
+    """Make and move fakes where stand-ins are if traced code names a GPU: a build without CUDA refuses the device."""
+    if node.op == "call_method" and node.target == "cuda" and compilation():
+        return args[0].to(META, memory_format=kwargs.get("memory_format", torch.preserve_format))
+    if node.op == "call_method" and node.target == "to" and compilation():
+        args = [META if named_gpu(argument) else argument for argument in args]
+    return original(tracer, node, args, _on_meta(kwargs), *rest)
+
+
+def _call_on_stand_ins(original: Callable[..., Any], runner: Any, target: Any, args: Any, kwargs: Any) -> Any:
+    """The same of a function in a graph inside another, as that of an autograd.Function."""
+    return original(runner, target, args, _on_meta(kwargs))
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    part = compilation()
+    return {**kwargs, "device": META} if part and part.is_tracing and named_gpu(kwargs.get("device")) else kwargs
 
 
 def _beneath_kernels(original: Callable[..., Any], *args: Any) -> Any:
@@ -275,10 +289,7 @@ def _on_stand_ins(
     original: Callable[..., Any], mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     """Make fakes where stand-ins are if traced code names a GPU."""
-    part = compilation()
-    if kwargs and part and part.is_tracing and named_gpu(kwargs.get("device")):
-        kwargs = {**kwargs, "device": META}
-    return original(mode, func, types, args, kwargs)
+    return original(mode, func, types, args, _on_meta(kwargs or {}))
 
 
 def _collected(function: Callable[..., Any]) -> Callable[..., Any]:
