@@ -548,6 +548,12 @@ def test_a_process_whose_library_does_not_load() -> None:
         cudnn_releases.SeparateLibrary("/nowhere/libcudnn.so.9")
 
 
+def test_a_program_that_is_simulated_does_not_count_the_process() -> None:
+    with memsize.virtual_gpu("A100") as region, pytest.raises(CudnnError, match="cannot open shared object"):
+        cudnn_releases.SeparateLibrary("/nowhere/libcudnn.so.9")
+    assert not region.run.children
+
+
 def test_the_answers_of_another_release_are_estimates() -> None:
     for wanted, source in (("9.99", "9.99.0"), (None, "9.99.0"), ("9.1.0", None)):
         plans = Plans(A100, Answering, wanted=wanted)  # type: ignore[arg-type]

@@ -25,19 +25,25 @@ _INSIDE: Final = ("", "lib/", "nvidia/cudnn/lib/", "*/lib/", "*/nvidia/cudnn/lib
 _VERSION: Final = re.compile(r"#define CUDNN_(?:MAJOR|MINOR|PATCHLEVEL) (\d+)")
 
 
+_START: Final = """\
+import runpy, sys
+sys.path[:] = sys.argv.pop().split({!r})
+runpy.run_module({!r}, run_name="__main__")
+"""
+
+
 class SeparateLibrary:
     """A libcudnn in a process of its own: two releases cannot be loaded into one, since their parts have equal names.
 
-    Raises `CudnnError` where the library cannot be loaded or is too old.
+    The process is isolated, so that no program that is simulated passes its GPU on to it. Raises `CudnnError` where the
+    library cannot be loaded or is too old.
     """
 
     def __init__(self, path: str) -> None:
-        command = [sys.executable, "-m", __spec__.name, path]
-        pipe, paths = subprocess.PIPE, os.pathsep.join(entry for entry in sys.path if entry)
-        self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True,
-            env={**os.environ, "PYTHONPATH": paths},
-        )  # fmt: skip
+        start, paths = _START.format(os.pathsep, __spec__.name), os.pathsep.join(entry for entry in sys.path if entry)
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        command = [sys.executable, "-I", "-c", start, path, paths]
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True)
         atexit.register(self.close)
         try:
             self._release = self._read()[0]
