@@ -148,8 +148,9 @@ LIGER = """
 import json, torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from {source} import {name}
-config = AutoConfig.for_model("qwen3", hidden_size=512, intermediate_size=1536, num_hidden_layers=3,
-    num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=32_000, pad_token_id=0)
+sizes = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=64, vocab_size=32_000, pad_token_id=0)
+config = AutoConfig.for_model("{kind}", **sizes{more})
 {before}
 torch.set_default_dtype(torch.bfloat16)
 model = AutoModelForCausalLM.from_config(config).cuda()
@@ -182,7 +183,8 @@ def test_ligers_patches_of_transformers(figures: Figures, source: str, name: str
     modeling = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
     names = ("apply_rotary_pos_emb", "Qwen3RMSNorm", "Qwen3MLP")
     originals = [modeling.Qwen3ForCausalLM.forward, *(getattr(modeling, name) for name in names)]
-    sizes, answer = figures(LIGER.format(source=source, name=name, before=before, after=after), "")
+    script = LIGER.format(source=source, name=name, before=before, after=after, kind="qwen3", more="")
+    sizes, answer = figures(script, "")
     assert sizes == LIGER_SIZES
     assert [modeling.Qwen3ForCausalLM.forward, *(getattr(modeling, name) for name in names)] == originals
     assert any("liger_kernel is not installed" in note for note in answer.trace.notes)
@@ -194,10 +196,59 @@ LIGER_SIZES = [
 ]
 
 
+LIGERS_MODELS = {
+    # Beside what Liger took there, which read no tile from a GPU without values: two blocks of tiles in each layer.
+    ("mixtral", ", num_local_experts=4", "before"): [
+        *(295150592 + 3 * 1024, 301386752 + 3 * 1024, 273997312, 355969536 + 3 * 1024),
+        *(560610304 + 3 * 1024, 566846976 + 3 * 1024, 530937344, 621429248 + 3 * 1024),
+    ],
+    ("gpt_oss", ", num_local_experts=4, num_experts_per_tok=2, sliding_window=128", "after"): [
+        *(566081536, 590898176, 274193920, 591212032),
+        *(831737856, 856555008, 531330560, 856868352),
+    ],
+    ("gemma2", "", "before"): [
+        *(419830784, 432359424, 126005248, 487960064),
+        *(537428992, 549958144, 233379840, 595990016),
+    ],
+    ("olmo2", "", "after"): [
+        *(271785984, 278120448, 193110528, 286452224),
+        *(453868544, 460105216, 366018048, 460105216),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "more", "when"), LIGERS_MODELS)
+def test_ligers_patches_of_other_models(figures: Figures, kind: str, more: str, when: str) -> None:
+    """As with Liger-Kernel 0.8.5 itself on the same simulated GPU."""
+    pytest.importorskip("transformers")
+    patches = {"before": "apply()", "after": ""} if when == "before" else {"before": "", "after": "apply(model=model)"}
+    name = f"apply_liger_kernel_to_{kind} as apply"
+    script = LIGER.format(source="liger_kernel.transformers", name=name, kind=kind, more=more, **patches)
+    sizes, _ = figures(script, "")
+    assert sizes == LIGERS_MODELS[kind, more, when]
+
+
+def test_ligers_patches_of_a_model_of_images(figures: Figures) -> None:
+    """As with Liger-Kernel 0.8.5 itself, which was passed the class of outputs that transformers 5.23 has no more."""
+    pytest.importorskip("transformers.models.qwen3_vl")
+    name = "apply_liger_kernel_to_qwen3_vl as apply"
+    options = {"source": "liger_kernel.transformers", "name": name, "kind": "qwen3_vl", "more": ""}
+    script = LIGER.replace("AutoModelForCausalLM", "AutoModelForImageTextToText").format(
+        before="apply()", after="", **options
+    )
+    vision = "depth=1, hidden_size=64, num_heads=4, intermediate_size=64, out_hidden_size=512"
+    vision = f"dict({vision}, deepstack_visual_indexes=[0])"
+    sizes, _ = figures(script.replace("**sizes", f"text_config=sizes, vision_config={vision}"), "")
+    assert sizes == [
+        *(264193024, 270429184, 194838528, 285157888),
+        *(447845376, 454082048, 367349760, 460290560),
+    ]
+
+
 def test_a_model_without_liger_patches_here_is_named(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("from liger_kernel.transformers import apply_liger_kernel_to_mixtral\n")
-    with pytest.raises(memsize.ForwardError, match="cannot import name 'apply_liger_kernel_to_mixtral'"):
+    script.write_text("from liger_kernel.transformers import apply_liger_kernel_to_llava\n")
+    with pytest.raises(memsize.ForwardError, match="cannot import name 'apply_liger_kernel_to_llava'"):
         memsize.run(script, gpu="t4")
 
 

@@ -37,18 +37,20 @@ def _by_chunks(
     accumulates_in: torch.dtype | None,
     trains: tuple[bool, bool],
     of_losses: Tensor | None = None,
+    logits_times: int = 1,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The loss of each token, and the gradients of hidden states, weight and bias: of the first two where it `trains`.
 
     With gradients `of_losses` the logits' gradient is scaled for each token, in a copy.
     """
     tokens, width = hidden.shape
-    chunk = tokens_per_chunk(tokens, width, len(weight))
+    chunk = tokens_per_chunk(tokens, logits_times * width, len(weight))
     of_hidden = torch.zeros_like(hidden)
     of_weight = torch.zeros_like(weight, dtype=accumulates_in) if all(trains) else None
     of_bias = None if bias is None or not trains[0] else torch.zeros_like(bias, dtype=accumulates_in)
     losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
     counted = target != IGNORED
+    counted.sum()
     buffer = _logits_buffer(hidden, weight, bias, chunk)
     for start in range(0, tokens, chunk):
         rows = hidden[start : start + chunk]
@@ -91,10 +93,12 @@ class LigerCrossEntropy(torch.autograd.Function):
         target: Tensor,
         reduction: str = "mean",
         accumulates_in: torch.dtype | None = None,
+        logits_times: int = 1,
     ) -> Tensor:
         ctx.trains, ctx.waits, ctx.dtype = ctx.needs_input_grad[:2], reduction == "none", accumulates_in
+        ctx.logits_times = logits_times
         trains = (False, False) if ctx.waits else (hidden.requires_grad, weight.requires_grad)
-        losses, ctx.gradients = _by_chunks(hidden, weight, bias, target, accumulates_in, trains)
+        losses, ctx.gradients = _by_chunks(hidden, weight, bias, target, accumulates_in, trains, None, logits_times)
         if ctx.waits:
             ctx.gradients = None
             ctx.save_for_backward(hidden, weight, bias, target)
@@ -105,9 +109,10 @@ class LigerCrossEntropy(torch.autograd.Function):
         if ctx.waits:
             hidden, weight, bias, target = ctx.saved_tensors
             trains = (True, ctx.trains[1])
-            _, ctx.gradients = _by_chunks(hidden, weight, bias, target, ctx.dtype, trains, of_losses[0])
+            rest = ctx.dtype, trains, of_losses[0], ctx.logits_times
+            _, ctx.gradients = _by_chunks(hidden, weight, bias, target, *rest)
         gradients, ctx.gradients = ctx.gradients, None
-        return (*gradients, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 def _logits_buffer(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Tensor | None:

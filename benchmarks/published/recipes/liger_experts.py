@@ -3,7 +3,7 @@
 The eager experts of transformers and Liger's own, fused ones run in one process: a probe, whose memory is given back;
 Liger's once for each number of experts, when triton tries its configurations; then each mode, each of the two and each
 size, first for speed and then for memory. Blocks of more than 1 MiB are filled the better or worse for what all these
-left in the caching allocator. Of Liger's function its allocations are here (``ops/fused_moe.py``).
+left in the caching allocator.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from benchmarks.published.recipes.liger_routing import CHOSEN, HIDDEN, INNER, routed
 from benchmarks.published.rows import Row
+from memsize.virtual.packages.liger_experts import FusedExperts
 
 Forward = Callable[[], Tensor]
 MODES: Final = ("full", "forward", "backward")
@@ -25,8 +26,6 @@ TOKENS, EXPERTS = 8192, 128
 """Where the other is swept."""
 _TILE: Final = 64
 """Tokens of a tile of products."""
-_COUNTED: Final = 128
-"""Tokens of a block of the routing's histogram."""
 _loads = cache(routed)
 
 
@@ -166,72 +165,7 @@ def _fused(tokens: int, count: int, triton: _Triton) -> Forward:
     tiles = sum(-(-load // _TILE) for load in _loads(tokens, count))
 
     def forward() -> Tensor:
-        result: Tensor = _FusedExperts.apply(x, gates_and_ups, downs, index, weights, tiles, triton)
+        result: Tensor = FusedExperts.apply(x, gates_and_ups, downs, index, weights, triton.tune, tiles)  # type: ignore[no-untyped-call]
         return result
 
     return forward
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="cuda")
-
-
-class _FusedExperts(torch.autograd.Function):
-    """The allocations of ``LigerFusedMoEFunction``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gates_and_ups: Tensor,
-        downs: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        tiles: int,
-        triton: _Triton,
-    ) -> Tensor:
-        """The routing, both products and the weighted sum."""
-        ctx.triton = triton
-        (tokens, count), total = (len(x), len(gates_and_ups)), x.shape[0] * CHOSEN
-        routing = _routing(tokens, count, total, tiles)
-        before, after = _empty(total, 2 * INNER), _empty(total, INNER)
-        triton.tune("up")
-        expanded = _empty(total, HIDDEN)
-        triton.tune("down")
-        flat = weights.flatten().contiguous()
-        result = _empty(tokens, HIDDEN)
-        triton.tune("sum")
-        ctx.save_for_backward(x, gates_and_ups, downs, before, flat, *routing)
-        del after, expanded
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Without the expanded outputs, which are not saved."""
-        gradient = gradient.contiguous()
-        x, gates_and_ups, downs, *_ = ctx.saved_tensors
-        tokens, total, tune = len(x), x.shape[0] * CHOSEN, ctx.triton.tune
-        before, weighted = _empty(total, 2 * INNER), _empty(total, INNER)
-        of_weights = torch.zeros(total, dtype=torch.bfloat16, device="cuda")
-        tune("down, backward")
-        of_downs = torch.zeros_like(downs)
-        tune("downs")
-        expanded = _empty(total, HIDDEN)
-        tune("expanded")
-        of_x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
-        tune("sum without weights")
-        of_gates_and_ups = torch.zeros_like(gates_and_ups)
-        tune("gates and ups")
-        del before, weighted, expanded
-        return of_x, of_gates_and_ups, of_downs, None, of_weights.view(tokens, CHOSEN), None, None
-
-
-def _routing(tokens: int, count: int, total: int, tiles: int) -> tuple[Tensor, ...]:
-    """Where each expert's tokens begin, which they are, and the tiles that they are computed in."""
-    counts = _empty(count, -(-tokens // _COUNTED), dtype=torch.int32)
-    of_experts = counts.sum(dim=1, dtype=torch.int32)
-    starts, offsets = (_empty(count + 1, dtype=torch.int32) for _ in range(2))
-    in_tiles = (_empty(tiles, dtype=torch.int32) for _ in range(2))
-    kept = (starts, *in_tiles, *(_empty(total, dtype=torch.int32) for _ in range(3)))
-    del counts, of_experts, offsets
-    return kept

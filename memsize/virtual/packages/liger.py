@@ -1,18 +1,20 @@
-"""liger_kernel 0.8.5: its losses, norms, MLPs and rotary embedding, and its patches of transformers' dense decoders.
+"""liger_kernel 0.8.5: its losses, norms, MLPs and rotary embedding, and its patches of transformers' decoders.
 
 Kernels work in place where Liger's do: the gradients of a norm, of a gated product and of a rotary embedding take the
 memory of those that come in. Patches of transformers last until the run is over.
 
 Source: Liger-Kernel 0.8.5, `ops/rms_norm.py`, `ops/swiglu.py`, `ops/geglu.py`, `ops/rope.py`, `ops/cross_entropy.py`,
-`transformers/monkey_patch.py`, and `transformers/model/llama.py`. Known limit: models with experts, several modalities
-or recurrent layers have no patch here.
+`transformers/monkey_patch.py`, and `transformers/model/`. Known limit: models with recurrent layers, and those of
+several modalities but Qwen2.5-VL and Qwen3-VL, have no patch here.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any, Final
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from memsize.kernels.linear_losses import IGNORED, LigerCrossEntropy
 from memsize.processes.patches import Patch
 from memsize.processes.simulation import running
+from memsize.virtual.packages.liger_experts import LigerExperts
 
 
 def _contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -100,9 +103,12 @@ class _Norm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             processors = torch.cuda.get_device_properties(x.device).multi_processor_count
             sums = torch.empty((processors, x.shape[-1]), dtype=torch.float32, device=x.device)
-        of_x = gradient if ctx.in_place else torch.zeros_like(gradient)
+        rows = gradient.view(-1, x.shape[-1])
+        # Autograd adds no other gradient to a view in place, since the view holds its base.
+        of_x = (rows if ctx.in_place else torch.zeros_like(rows)).view(gradient.shape)
         if ctx.needs_input_grad[1]:
             of_weight = sums.sum(dim=0).to(weight.dtype)
+            del sums
         return of_x, of_weight, None
 
 
@@ -194,6 +200,13 @@ def liger_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any
     return _Rotation.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
 
 
+def _rotated_image(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """The rotary embedding of Qwen3-VL's images, ``[length, heads, width]``, in float32."""
+    wide = (tensor.float().unsqueeze(0).transpose(1, 2) for tensor in (q, k))
+    both = liger_rotary_pos_emb(*wide, cos.float(), sin.float())
+    return tuple(out.transpose(1, 2).squeeze(0).to(x.dtype) for out, x in zip(both, (q, k), strict=True))
+
+
 # -- models of transformers --------------------------------------------------------------------------------------------
 
 
@@ -203,9 +216,10 @@ def _causal_loss(model: Any, hidden: Tensor, labels: Tensor | None, shifted: Ten
         assert labels is not None
         labels = nn.functional.pad(labels, (0, 1), value=IGNORED)  # alive until the loss is there, as Liger's own is
         shifted = labels[..., 1:].contiguous()
-    hidden, shifted = hidden.view(-1, model.config.hidden_size), shifted.view(-1).to(hidden.device)
+    hidden, shifted = hidden.view(-1, hidden.shape[-1]), shifted.view(-1).to(hidden.device)
+    times = _DECODERS[model.config.model_type].logits_times
     loss: Tensor = LigerCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, model.lm_head.weight, None, shifted, "mean" if count is None else "sum"
+        hidden, model.lm_head.weight, None, shifted, "mean" if count is None else "sum", None, times
     )
     return loss if count is None else loss / count
 
@@ -219,10 +233,13 @@ def _forward(
     **options: Any,
 ) -> Any:
     """A causal language model that makes no logits while it trains."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers import modeling_outputs
 
     shifted, count = options.pop("shift_labels", None), options.pop("num_items_in_batch", None)
-    outputs = self.model(input_ids=input_ids, **options)
+    config = self.config.get_text_config()
+    balances = options.get("output_router_logits")
+    balances = getattr(config, "output_router_logits", False) if balances is None else balances
+    outputs = self.model(input_ids=input_ids, **options | ({"output_router_logits": True} if balances else {}))
     positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
     hidden = outputs[0][:, positions, :]
     learns = labels is not None or shifted is not None
@@ -230,29 +247,63 @@ def _forward(
     if (self.training and learns) if skip_logits is None else skip_logits:
         loss = _causal_loss(self, hidden, labels, shifted, count)
     else:
-        logits, cap = self.lm_head(hidden), getattr(self.config, "final_logit_softcapping", None)
+        logits, cap = self.lm_head(hidden), getattr(config, "final_logit_softcapping", None)
         logits = logits if cap is None else torch.tanh(logits / cap) * cap
         if learns:
             passed = {"labels": labels, "shift_labels": shifted, "num_items_in_batch": count}
-            loss = self.loss_function(logits=logits, vocab_size=self.config.vocab_size, **passed)
-    return CausalLMOutputWithPast(
-        loss=loss,
-        logits=logits,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
+            loss = self.loss_function(logits=logits, vocab_size=config.vocab_size, **passed)
+    module: Any = sys.modules[type(self).__module__]
+    rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+    if balances:
+        routed = outputs.router_logits, self.num_experts, self.num_experts_per_tok, options.get("attention_mask")
+        rest["aux_loss"] = module.load_balancing_loss_func(*routed)
+        loss = loss if loss is None else loss + self.router_aux_loss_coef * rest["aux_loss"]
+    kind: Any = modeling_outputs.MoeCausalLMOutputWithPast
+    if "router_logits" not in rest and "aux_loss" not in rest:
+        own = type(self).__name__.removesuffix("ForConditionalGeneration") + "CausalLMOutputWithPast"
+        kind = getattr(module, own, modeling_outputs.CausalLMOutputWithPast)
+    return kind(loss=loss, logits=logits, **rest)
 
 
-_LLAMA: Final = (LigerRMSNorm, LigerSwiGLUMLP)
+@dataclass(frozen=True)
+class _Decoder:
+    """The classes that Liger replaces in a kind of model, without the model's name or with it, and the functions.
+
+    In a model that is there, modules called as in `passed` stay. Liger's loss makes `logits_times` as many bytes of
+    logits at a time as the hidden states have.
+    """
+
+    classes: Mapping[str, Any]
+    functions: Mapping[str, Any] = field(default_factory=lambda: {"apply_rotary_pos_emb": liger_rotary_pos_emb})
+    passed: tuple[str, ...] = ()
+    logits_times: int = 1
+
+
+_LLAMA: Final = _Decoder({"RMSNorm": LigerRMSNorm, "MLP": LigerSwiGLUMLP})
+_MIXTURE: Final = _Decoder({"RMSNorm": LigerRMSNorm, "Experts": LigerExperts})
+_OLMO: Final = _Decoder({"RMSNorm": _SeparateGradient, "MLP": LigerSwiGLUMLP}, passed=("q_norm", "k_norm"))
+_GEMMA: Final = _Decoder({"RMSNorm": _SeparateGradient, "MLP": LigerGEGLUMLP})
 _DECODERS: Final = {
     **dict.fromkeys(("llama", "ministral", "mistral", "qwen2", "qwen3", "smollm3"), _LLAMA),
-    "phi3": (LigerRMSNorm, LigerPhi3SwiGLUMLP),
-    "gemma": (LigerRMSNorm, LigerGEGLUMLP),
-    "gemma2": (_SeparateGradient, LigerGEGLUMLP),
-    "gemma3_text": (_SeparateGradient, LigerGEGLUMLP),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), _MIXTURE),
+    **dict.fromkeys(("olmo2", "olmo3"), _OLMO),
+    **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
+    "gemma": _Decoder({"RMSNorm": LigerRMSNorm, "MLP": LigerGEGLUMLP}),
+    "phi3": _Decoder({"RMSNorm": LigerRMSNorm, "MLP": LigerPhi3SwiGLUMLP}),
+    "gpt_oss": _Decoder({"RMSNorm": LigerRMSNorm}, logits_times=8),
+    "glm4": _Decoder({"RMSNorm": _SeparateGradient, "MLP": LigerPhi3SwiGLUMLP}, {}),
+    "deepseek_v3": _Decoder({"RMSNorm": LigerRMSNorm, "MLP": LigerSwiGLUMLP, "Experts": LigerExperts}, {}),
+    "qwen2_5_vl": _Decoder(
+        {"Qwen2_5_VLRMSNorm": LigerRMSNorm, "Qwen2MLP": LigerSwiGLUMLP},
+        {"apply_multimodal_rotary_pos_emb": liger_rotary_pos_emb},
+        ("ln_q",),
+    ),
+    "qwen3_vl": _Decoder(
+        {"Qwen3VLTextRMSNorm": LigerRMSNorm},
+        {"apply_rotary_pos_emb": liger_rotary_pos_emb, "apply_rotary_pos_emb_vision": _rotated_image},
+    ),
 }
-"""The norm and the MLP of each kind of model."""
+"""The replacements of each kind of model."""
 _UNDO: Final = object()
 
 
@@ -272,15 +323,19 @@ def _patches(
     )
     name = kind.removesuffix("_text")
     module: Any = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    norm, mlp = _DECODERS[kind]
-    replaced = (("RMSNorm", rms_norm and norm), ("MLP", swiglu and geglu and mlp))
-    classes: dict[str, Any] = {suffix: cls for suffix, cls in replaced if cls}
-    causal = next(attribute for attribute in vars(module) if attribute.endswith("ForCausalLM"))
+    decoder = _DECODERS[kind]
+    ends = ("ForConditionalGeneration", "ForCausalLM") if name.endswith("_vl") else ("ForCausalLM",)
+    causal = next(attribute for attribute in vars(module) if attribute.endswith(ends))
     prefix = causal.removesuffix("ForCausalLM")
+    classes: dict[str, Any] = {
+        suffix if suffix in vars(module) else prefix + suffix: cls
+        for suffix, cls in decoder.classes.items()
+        if (rms_norm if suffix.endswith("RMSNorm") else swiglu and geglu)
+    }
     if rope:
-        yield module, "apply_rotary_pos_emb", liger_rotary_pos_emb
-    yield from ((module, prefix + suffix, cls) for suffix, cls in classes.items())
-    if cross_entropy and name.endswith("istral"):
+        yield from ((module, function, other) for function, other in decoder.functions.items())
+    yield from ((module, attribute, cls) for attribute, cls in classes.items())
+    if cross_entropy and name.endswith(("istral", "_5_vl")):
         yield module, "CrossEntropyLoss", LigerCrossEntropyLoss  # which today's models do not use
     elif cross_entropy:
         yield nn.functional, "cross_entropy", liger_cross_entropy
@@ -289,10 +344,10 @@ def _patches(
     if model is not None:
         if fused_linear_cross_entropy:
             model.forward = MethodType(_forward, model)
-        for part in model.modules():
-            for suffix, cls in classes.items():
-                if type(part).__name__ == prefix + suffix:
-                    part.forward, part.in_place = MethodType(cls.forward, part), getattr(cls, "in_place", True)
+        for path, part in model.named_modules():
+            cls = None if path.rpartition(".")[2] in decoder.passed else classes.get(type(part).__name__)
+            if cls is not None:
+                part.forward, part.in_place = MethodType(cls.forward, part), getattr(cls, "in_place", True)
 
 
 def _apply(kind: str, **options: Any) -> None:
@@ -343,6 +398,7 @@ _CLASSES: Final = (
     LigerSwiGLUMLP,
     LigerGEGLUMLP,
     LigerPhi3SwiGLUMLP,
+    LigerExperts,
 )
 MODULES: Final[dict[str, dict[str, Any]]] = {
     "liger_kernel": {"__version__": "0.8.5"},
