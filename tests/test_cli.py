@@ -328,6 +328,10 @@ def test_the_command_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
             "no such option '--model': did you mean --against? (memsize checkpoint --help)",
         ),
         ("sweep --hel", "no such option '--hel': did you mean --help, --scheduler? (memsize sweep --help)"),
+        (
+            "generate diffusers:a/b --height 512",
+            "no such option '--height': did you mean --arg height=1024? (memsize generate --help)",
+        ),
         ("sweep a.toml --lora r=8", "no such option '--lora': write lora = … in the file (memsize sweep --help)"),
         (
             "serve m.py:Net --lora r=8",

@@ -181,6 +181,8 @@ _OTHER_NAMES = {
     "--bs": "--batch-size",
     "--context": "--seq-len",
     "--dtype": "--scenario",
+    "--guidance-scale": "--arg guidance_scale=3.5",
+    "--height": "--arg height=1024",
     "--model": "--against",
     "--optim": "--train",
     "--optimizer": "--train",
@@ -188,6 +190,7 @@ _OTHER_NAMES = {
     "--quantization": "--scenario",
     "--shape": "--input",
     "--vram": "--budget",
+    "--width": "--arg width=1024",
     "--world-size": "--gpus",
 }
 """What other tools call options."""
@@ -203,7 +206,7 @@ def _usage(error: click.ClickException) -> str:
         flags = {flag.lstrip("-"): flag for parameter in context.command.params for flag in parameter.opts} | _HELP
         meant = _OTHER_NAMES.get(error.option_name, "")
         name = error.option_name.lstrip("-")
-        near = (meant,) if meant in flags.values() else nearest(name, flags)
+        near = (meant,) if meant.partition(" ")[0] in flags.values() else nearest(name, flags)
         hint = f": did you mean {', '.join(near)}?" if near else ""
         if not any(flag.lstrip("-").startswith(name) or flag == meant for flag in near):
             hint = _elsewhere(error.option_name, context) or hint
