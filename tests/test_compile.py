@@ -151,6 +151,27 @@ class Histogram(nn.Module):
         return scores * torch.histc(scores.argmax(-1).int(), bins=4, min=0, max=3)
 
 
+class Scattered(nn.Module):
+    """Operators that are decomposed by their device: random zeros and ones, a convolution's bias, a grid, an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = self.conv(x.unsqueeze(1))
+        images = images * images.new_empty((len(x), 1, 1, 1)).bernoulli_(0.5) + torch.bernoulli(images, p=0.5)
+        sampled = F.grid_sample(images, torch.zeros(len(x), 4, 4, 2, device=x.device))
+        rows = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return sampled.flatten(1).index_reduce(0, rows, sampled.flatten(1), "mean")
+
+
+def test_operators_are_decomposed_as_on_cuda() -> None:
+    trace = traced(Scattered, "fp32" + COMPILED)
+    assert not [note for note in trace.notes if "could not be" in note]
+    assert "sum" in {s.op for s in trace.storages if s.role == "gradient" and s.shape == (4,)}
+
+
 def test_traced_operators_have_the_rules_of_cuda() -> None:
     assert not [note for note in traced(Histogram, "fp32" + COMPILED).notes if "could not be" in note]
 
@@ -278,6 +299,7 @@ def test_what_cannot_be_lowered_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     least, shown = re.findall(r"[\d.,]+ [KMG]iB", between)
     assert shown == format_bytes(most) and parse_bytes(least) <= parse_bytes(shown)
     assert totals(compiled).saved_bytes < totals(eager).saved_bytes  # what the partition saves is known all the same
+    assert live_bytes(compiled.events)[-1] == live_bytes(eager.events)[-1]
 
 
 def test_bfloat16_is_not_compiled_on_a_gpu_without_it() -> None:
@@ -961,6 +983,7 @@ def test_other_backends_of_pytorch_partition_and_do_not_fuse(backend: str) -> No
     )
     assert totals(partitioned).saved_bytes < totals(eager).saved_bytes
     assert most_in(compiled, "forward 2") < most_in(partitioned, "forward 2")
+    assert live_bytes(partitioned.events)[-1] == live_bytes(eager.events)[-1]
     assert any("CUDA graphs is not counted" in note for note in partitioned.notes) is (backend == "cudagraphs")
 
 

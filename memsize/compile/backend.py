@@ -19,10 +19,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._decomp.decompositions import _grid_sampler_2d
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut
-from torch._inductor import compile_fx, config
+from torch._inductor import compile_fx, config, decomposition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -128,9 +129,7 @@ class Compiler:
                 moved = [move.value(value) for value in inputs]
                 return compile_fx.compile_fx_inner(move.graph(module, is_propagated=True), moved, **options)
             except Exception as error:
-                reason = getattr(error, "inner_exception", error)  # which Inductor wraps where its caches are off
-                if isinstance(reason, SkipFrame):
-                    raise reason from None
+                _raise_skipped(error)
                 self.note(_UNLOWERED.format(_reason(error)))
                 return _boxed(partial(self._run_unfused, _one_by_one(as_traced)))
 
@@ -153,6 +152,13 @@ class Compiler:
             return call(args)
         finally:
             self._unfused.append(range(before, len(ledger.events)))
+
+
+def _raise_skipped(error: Exception) -> None:
+    """Let Dynamo skip a frame: Inductor wraps what asks for that where its caches are off."""
+    reason = getattr(error, "inner_exception", error)
+    if isinstance(reason, SkipFrame):
+        raise reason from None
 
 
 def _fuse_attention(module: GraphModule) -> None:
@@ -216,8 +222,11 @@ def _partitioned(module: GraphModule, _inputs: Sequence[Any]) -> Any:
 
 
 def _one_by_one(module: GraphModule) -> Boxed:
-    """A function that runs the operations of a graph on stand-ins, and frees its arguments as it goes."""
-    return _boxed(Interpreter(Move(META).graph(module)).boxed_run)
+    """A function that runs the operations of a graph on stand-ins, and frees its arguments as it goes. An interpreter
+    holds the results of its last run.
+    """
+    moved = Move(META).graph(module)
+    return _boxed(lambda args: Interpreter(moved).boxed_run(args))
 
 
 def _boxed(call: Boxed) -> Boxed:
@@ -235,9 +244,20 @@ def _tracing() -> Iterator[None]:
     with (
         switched_on(semantics.for_fakes()),
         assigned(part, "is_tracing", False),
-        Patches().applied([wrapping(FunctionalTensor, "to", _to_mesh)]),
+        Patches().applied(
+            [
+                wrapping(FunctionalTensor, "to", _to_mesh),
+                (decomposition, "is_gpu", lambda _: True),
+                wrapping(decomposition, "use_scatter_fallback", _scattered),
+            ]
+        ),
     ):
         yield
+
+
+def _scattered(original: Callable[..., bool], *args: Any) -> bool:
+    """Whether a scattering stays an operator, as on CUDA: the device is the last argument but one."""
+    return original(*args[:-2], CUDA.type, args[-1])
 
 
 def _to_mesh(original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -269,11 +289,13 @@ def cuda_decompositions() -> dict[Any, Callable[..., Any]]:
     """Inductor's decompositions as they are on CUDA, for graphs that are traced with fakes on the CPU.
 
     Norms keep their statistics in the input's dtype on the CPU, and in float32 on CUDA; products with a row or column
-    of one element become sums on the CPU, and outer products on CUDA.
+    of one element become sums on the CPU, and outer products on CUDA. Random zeros and ones are kernels of their own on
+    the CPU.
     """
     table = dict(select_decomp_table())
     table.update({norm: partial(_in_float32, table[norm]) for norm in _NORMS if norm in table})
-    table.update({_aten.mm.default: _mm, _aten.addmm.default: _addmm})
+    table.update({_aten.mm.default: _mm, _aten.addmm.default: _addmm, _aten.grid_sampler_2d.default: _grid_sampler})
+    table.update({_aten.bernoulli.p: _bernoulli, _aten.bernoulli_.float: _bernoulli_})
     if transposed := table.get(_aten.t.default):
         table[_aten.t.default] = partial(_t, transposed)
     table.pop(_aten.bmm.default, None)
@@ -302,6 +324,27 @@ def _t(original: Callable[..., Tensor], matrix: Tensor) -> Tensor:
         return original(matrix)
     permuted: Tensor = _aten.permute.default(matrix, [1, 0])
     return permuted
+
+
+def _bernoulli(tensor: Tensor, p: float = 0.5, *, generator: object = None) -> Tensor:
+    return torch.rand_like(tensor, dtype=torch.float32) < p
+
+
+def _bernoulli_(tensor: Tensor, p: float = 0.5, *, generator: object = None) -> Tensor:
+    return tensor.copy_(_bernoulli(tensor, p))
+
+
+def _grid_sampler(image: Tensor, grid: Tensor, mode: int = 0, padding: int = 0, align_corners: bool = False) -> Tensor:
+    """On CUDA the grid is expanded to all channels."""
+    sampled: Tensor = _grid_sampler_2d(
+        image,
+        grid=grid,
+        interpolation_mode=mode,
+        padding_mode=padding,
+        align_corners=align_corners,
+        _expand_grid=True,
+    )
+    return sampled
 
 
 def _is_outer(one: Tensor, other: Tensor) -> bool:
