@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
 import torch
 
 import memsize
-from benchmarks.published.recipes.long_training import Levels, LongTraining
+from benchmarks.published.recipes.long_training import ORDERS, Addresses, Levels, LongTraining
 from memsize.units import MiB
 
 RECORDED = 3
@@ -72,3 +73,25 @@ def test_what_a_step_leaves_replaces_what_the_step_before_it_left() -> None:
     training.empty_cache()
     # Repetitions move it between the segments of 14 and 20 MiB; an even number leaves it where step 2 did.
     assert training.levels() == Levels(14 * MiB, 20 * MiB)
+
+
+@pytest.mark.parametrize(
+    ("order", "addresses"),
+    [
+        # Segments of 20, 30 and 14 MiB lie 2 MiB apart; the first leaves room for one of 14 behind it.
+        ((False, False), [0, 22, 54, 70]),
+        ((False, True), [0, 22, 54, 0]),
+        ((True, False), [-20, -52, -68, -84]),
+        ((True, True), [-20, -52, -68, -14]),
+    ],
+)
+def test_a_driver_may_assign_addresses_in_four_ways(order: tuple[bool, bool], addresses: list[int]) -> None:
+    assert order in ORDERS
+    memory, blocks, found = Addresses(*order), MiB // 512, []
+    for size in (20, 30, 14, 14):
+        if len(found) == 3:
+            memory.record_change(0, found[0], -20 * blocks)
+        found.append(memory.assign_address(size * blocks))
+        memory.record_change(0, found[-1], size * blocks)
+    top = (1 << 43) if order[0] else 0
+    assert [address - top for address in found] == [mebibytes * blocks for mebibytes in addresses]

@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Compared:
-    """A row beside its prediction, in bytes; the interval is a point unless cuDNN's workspaces are estimates."""
+    """A row beside its prediction, in bytes; the interval is a point unless workspaces or addresses are in doubt."""
 
     row: Row
     predicted: int

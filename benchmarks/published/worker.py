@@ -44,6 +44,8 @@ def predict(row: Row) -> tuple[int, int, int]:
     step = recipe.predict(row)
     if isinstance(step, int):
         return step, step, step
+    if isinstance(step, tuple):
+        return step
     if row.figure == "device":
         device = step.peak.device
         return (device.low + device.high) // 2, device.low, device.high

@@ -3,24 +3,64 @@
 What a step leaves for the next one (gradients, running averages) replaces what the step before it left: the n-th
 storage of a size that it frees is the n-th of that size that it left before. The blocks of these move from step to
 step, so that `reserved` may grow after hundreds of steps.
+
+Of free blocks of one size the allocator takes the one with the lowest address (c10/cuda/CUDACachingAllocator.cpp,
+BlockComparatorSize). The driver assigns addresses as it likes, and what grows over hundreds of steps depends on them:
+`ORDERS` has four ways.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from memsize.device.allocator import Allocator, LiveBlock
 from memsize.device.allocator_config import BLOCK, SMALL, AllocatorConfig
-from memsize.device.pools import SHIFT
+from memsize.device.pools import GAP, SHIFT, Memory
 from memsize.records.trace import Trace
 
 Changes = Sequence[tuple[int, int]]
 """Storages, and the bytes that they gain or lose."""
 _Key = tuple[int, int]
 """A storage as recorded, and how often its step had been repeated when it was made."""
+
+
+class Addresses(Memory):
+    """Memory whose segments get addresses upwards from 0 or downwards from `_TOP`: in the first gap between others, or
+    beyond all of them, also of those that were given back.
+    """
+
+    __slots__ = ("downwards", "reused", "taken")
+
+    def __init__(self, downwards: bool, reused: bool) -> None:
+        super().__init__(None)
+        self.downwards = downwards
+        self.reused = reused
+        self.taken: list[tuple[int, int]] = []
+        """Where segments start and end, as distances from where addresses begin."""
+
+    def assign_address(self, size: int, alignment: int = GAP) -> int:
+        end = self.taken[-1][1] + GAP if self.taken else 0
+        if self.reused:
+            ends = (0, *(after + GAP for _, after in self.taken))
+            end = next(
+                (end for end, (start, _) in zip(ends, self.taken, strict=False) if start - end >= size + GAP), end
+            )
+        return _TOP - end - size if self.downwards else end
+
+    def record_change(self, stream: int, start: int, size: int) -> None:
+        first = _TOP - start - abs(size) if self.downwards else start
+        if size > 0:
+            insort(self.taken, (first, first + size))
+        elif self.reused:
+            self.taken.remove((first, first - size))
+
+
+ORDERS: Final = tuple((downwards, reused) for downwards in (False, True) for reused in (False, True))
+"""Whether addresses fall, and whether those of segments that were given back are assigned again."""
+_TOP: Final = 1 << 43
 
 
 class Levels(NamedTuple):
@@ -41,14 +81,15 @@ class LongTraining:
     """The allocator of a training; the last `steps` parts of `trace` are its recorded steps.
 
     The program empties the cache before the first step, and after each recorded one, which only marks its end. It makes
-    a tensor after the last: a record ends with what was allocated last.
+    a tensor after the last: a record ends with what was allocated last. Without `memory` addresses only rise.
     """
 
-    def __init__(self, trace: Trace, steps: int) -> None:
+    def __init__(self, trace: Trace, steps: int, memory: Memory | None = None) -> None:
         self._events: Final[Changes] = [(event.storage, event.delta) for event in trace.events]
         emptied = trace.emptied
         self._ends: Final = emptied[-steps - 1 :]
         self._allocator: Final = Allocator(AllocatorConfig(), None, None)
+        self._allocator.memory = memory or self._allocator.memory
         self._live: Final[dict[_Key, LiveBlock]] = {}
         self._allocated = 0
         self._made: dict[int, _Key] = {}
