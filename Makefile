@@ -115,7 +115,7 @@ release:
 # that depends on torch asks for another. An index without that torchvision leaves it to the next step: memsize runs the
 # models of timm and transformers beside one that doesn't match. pip compiles seven million lines of Python on one core:
 # here it is done on all, but for files that packages carry for other releases of Python.
-$(STAMP): pyproject.toml constraints.txt compiled.py memsize/device/libreplay.cpp
+$(STAMP): pyproject.toml constraints.txt hatch_build.py memsize/device/libreplay.cpp
 	@test -n "$(PYTHON)" || { echo "memsize needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Setting up $(VENV) with PyTorch and all that memsize is tested with: this takes a few minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

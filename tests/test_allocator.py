@@ -754,7 +754,7 @@ capacities = st.sampled_from([60 * MiB, 120 * MiB, 200 * MiB, 1 << 40])
 # --- compiled code
 
 is_compiled = pytest.mark.skipif(
-    compiled_replay._library() is None, reason="not compiled: python compiled.py, with a C++ compiler"
+    compiled_replay._library() is None, reason="not compiled: python hatch_build.py, with a C++ compiler"
 )
 
 

@@ -1,5 +1,5 @@
 """Compiles the allocator's replay where there is a C++ compiler: when memsize is installed from its sources, or by
-`python compiled.py` in the working folder. memsize does without, and then takes longer on deep models.
+`python hatch_build.py` in the working folder. memsize does without, and then takes longer on deep models.
 """
 
 from __future__ import annotations
