@@ -415,6 +415,12 @@ def test_a_request_that_is_longer_than_the_cache(config: Callable[..., str]) -> 
             SMALL | {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "num_hidden_layers": 4},
             "has chunked attention",
         ),
+        (
+            {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
+            | {"text_config": SMALL | {"model_type": "llama4_text", "num_hidden_layers": 4, "num_local_experts": 2}}
+            | {"vision_config": {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4}},
+            "has chunked attention",
+        ),
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "has an encoder"),
         (
             {"architectures": ["BertModel"], "model_type": "bert", "num_attention_heads": 4},
@@ -944,6 +950,20 @@ VISION = {
     | {"num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28, "patch_size": 14, "projection_dim": 64},
     "dtype": "bfloat16",
 }
+
+
+def test_gpus_share_a_model_that_reads_images(config: Callable[..., str]) -> None:
+    """Half of the linear layers of texts and of the encoder, of the padded vocabulary's rows in embedding and head; the
+    projector is whole.
+    """
+    options: dict[str, Any] = {"scenarios": "as-given", "max_num_batched_tokens": 512, "max_num_seqs": 4}
+    wide = {"hidden_size": 512, "intermediate_size": 1024}
+    entries = VISION | {"text_config": VISION["text_config"] | wide, "vision_config": VISION["vision_config"] | wide}
+    one, half = (memsize.serve(config(**entries), tensor_parallel_size=tp, **options).ran[0].weights for tp in (1, 2))
+    encoder = 2 * (4 * 512 * 512 + 2 * 512 * 1024)
+    attention = 512 * 128 * (4 + 2 + 2 + 4)
+    text = 2 * (attention + 3 * 512 * 1024)
+    assert one - half == pytest.approx((encoder + text + 2 * 128 * 512) * 2 / 2, rel=0.01)
 
 
 def test_images_are_encoded_before_the_step(config: Callable[..., str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import sys
 from typing import Any
 
@@ -19,6 +20,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _STATEFUL = ("linear", "mamba", "recurrent", "conv")
 """Words in the names of layers that keep a state."""
 _PADDED = 64
+_ENCODER = re.compile("vision|visual")
 
 
 def served_kind(model: Any, *, is_quantized: bool) -> ServedKind:
@@ -111,10 +113,39 @@ def divided(model: Any, tp: int, name: str) -> dict[str, object]:
 
     Heads, the width between the layers of an MLP and the vocabulary are divided; fewer key-value heads than GPUs are
     repeated (`vllm/model_executor/models/llama.py`). The vocabulary is first padded to a multiple of 64
-    (`vllm/model_executor/layers/vocab_parallel_embedding.py`). Raises `InputError` where `tp` GPUs cannot share the
-    model.
+    (`vllm/model_executor/layers/vocab_parallel_embedding.py`). Of a model that reads images this is its language part.
+    Raises `InputError` where `tp` GPUs cannot share the model.
     """
-    config = getattr(model, "config", None)
+    part, text = _divided_text(model, tp, name), text_config(model)
+    return part if text is model.config else {_name_of(text, model.config): text.to_dict() | part}
+
+
+def part_of(model: Any, tp: int, name: str) -> nn.Module:
+    """Build, on meta, the part of a model of transformers that one of `tp` GPUs stores. Raises as `divided` does."""
+    entries, text = _divided_text(model, tp, name), text_config(model)
+    config = copy.deepcopy(model.config)
+    for entry, value in entries.items():
+        setattr(config if text is model.config else getattr(config, _name_of(text, model.config)), entry, value)
+    with torch.device("meta"):
+        part: nn.Module = type(model)._from_config(config, dtype=model.dtype)
+    part.generation_config = model.generation_config
+    return part.eval()
+
+
+def encoder_elsewhere(model: Any, tp: int) -> int:
+    """Bytes of an image encoder's linear layers that the other of `tp` GPUs have (`QKVParallelLinear` and others in
+    vLLM's `siglip.py`, `pixtral.py`, `clip.py`, `qwen2_5_vl.py`): `part_of` leaves them whole.
+    """
+    layers = (layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear) and _ENCODER.search(path))
+    return sum(layer.weight.nbytes for layer in layers) * (tp - 1) // tp
+
+
+def _name_of(text: Any, config: Any) -> str:
+    return next(name for name, value in vars(config).items() if value is text)
+
+
+def _divided_text(model: Any, tp: int, name: str) -> dict[str, object]:
+    config = text_config(model)
     if config is None:
         raise InputError(f"{name} has no config: without it memsize cannot divide it among GPUs")
     entries = vars(config)
@@ -137,21 +168,9 @@ def divided(model: Any, tp: int, name: str) -> dict[str, object]:
     return part | {entry: _whole(width, tp, f"as its {entry}", name) for entry, width in widths.items()}
 
 
-def part_of(model: Any, tp: int, name: str) -> nn.Module:
-    """Build, on meta, the part of a model of transformers that one of `tp` GPUs stores. Raises as `divided` does."""
-    entries = divided(model, tp, name)
-    config = copy.deepcopy(model.config)
-    for entry, value in entries.items():
-        setattr(config, entry, value)
-    with torch.device("meta"):
-        part: nn.Module = type(model)._from_config(config, dtype=model.dtype)
-    part.generation_config = model.generation_config
-    return part.eval()
-
-
 def _reads_head_dim(model: Any) -> bool:
     """Whether a model whose config has no width of heads, such as Qwen2, takes one that is set."""
-    return 'getattr(config, "head_dim"' in inspect.getsource(sys.modules[type(model).__module__])
+    return 'self.head_dim = getattr(config, "head_dim"' in inspect.getsource(sys.modules[type(model).__module__])
 
 
 def _whole(count: int, tp: int, what: str, name: str) -> int:

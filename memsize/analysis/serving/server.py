@@ -52,7 +52,13 @@ from memsize.spec.stack import Stack
 from memsize.units import GiB, KiB, MiB
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
 from memsize.workloads.kv_caches import CachedLayer
-from memsize.workloads.served_parts import has_states, latent_copies, rotary_tables, vocabulary_padding
+from memsize.workloads.served_parts import (
+    encoder_elsewhere,
+    has_states,
+    latent_copies,
+    rotary_tables,
+    vocabulary_padding,
+)
 from memsize.workloads.serving import (
     ImageRun,
     ProfileRun,
@@ -197,7 +203,7 @@ class Server:
         name, config = self.runner.name, getattr(self.runner.model, "config", None)
         if getattr(config, "audio_config", None) is not None:
             raise InputError(f"{name} also reads sound: serve the config of its text model")
-        is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+        is_chunked = "chunked_attention" in (getattr(text_config(self.runner.model), "layer_types", None) or ())
         if is_chunked or getattr(config, "is_encoder_decoder", False):
             what = "chunked attention" if is_chunked else "an encoder"
             raise InputError(f"{name} has {what}: only full and latent attention, windows and states are covered")
@@ -320,7 +326,7 @@ class Server:
         padding = vocabulary_padding(runner.model) if served.tp == 1 else 0  # a part of it is padded already
         quantized = checkpoint_config_of(runner.model) is not None
         copies = latent_copies(runner.model, absorbed=rules.absorbs, quantized=quantized)
-        tables = rotary_tables(runner.model) + padding + copies
+        tables = rotary_tables(runner.model) + padding + copies - encoder_elsewhere(runner.model, served.tp)
         if copies and rules.absorbs:  # they are computed, so that a workspace of cuBLAS is there before the step
             workspace = max((storage.bytes for storage in trace.storages if storage.role == "workspace"), default=0)
             step, tables = step - workspace, tables + workspace
