@@ -980,6 +980,22 @@ def test_images_are_encoded_before_the_step(config: Callable[..., str]) -> None:
     assert both.weights > text.weights
 
 
+def test_images_and_their_embeddings_are_there_during_a_step(config: Callable[..., str]) -> None:
+    """128 images of 3 × 28 × 28 numbers, which the second model runner holds no longer, and of 4 embeddings of 64; in 2
+    bytes. The logits of 512 texts are the peak.
+    """
+    options: dict[str, Any] = {"scenarios": "as-given", "max_num_batched_tokens": 512, "max_num_seqs": 512}
+    large = {"vocab_size": 50_000}
+    images, texts = VISION | {"text_config": VISION["text_config"] | large}, SMALL | large
+    first, second = (
+        memsize.serve(config(**images), server=release, **options).ran[0].profile
+        - memsize.serve(config(**texts), server=release, **options).ran[0].profile
+        for release in ("vllm=0.20.0", "vllm=0.26.0")
+    )
+    assert second == 128 * 4 * 64 * 2
+    assert first - second == 128 * 3 * 28 * 28 * 2
+
+
 def test_the_states_that_llama_3_2_keeps_of_images(config: Callable[..., str]) -> None:
     """One image of 4 tiles for each of 256 sequences: the peak is in the second encoder's MLP, after its activation."""
     heads = {"num_attention_heads": 4, "hidden_size": 64}

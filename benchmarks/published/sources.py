@@ -364,7 +364,7 @@ _SERVERS: Final = tuple(
         ("qwen3-8b-5090", "Qwen3-8B", "https://github.com/kthxo/distserving", "RTX 5090", "vllm=0.24.0", ""),
         (
             "h100s",
-            "27 starts on one, two and four H100s",
+            "31 starts on one, two and four H100s",
             "https://github.com/jgchn/llm-d-planner, accuracy/results/v0.19.0/results_raw.csv",
             "H100 80GB",
             "vllm=0.19.0",

@@ -72,7 +72,7 @@ class Rules:
     or a workspace of the server, which stays. Latent attention multiplies its projections beforehand where it `absorbs`
     them. The allocator splits no block above 20 MiB for weights where `unsplit`. A first start `benchmarks` the
     compiled kernels. Images are encoded in the step itself, one for each sequence, or before it (`encodes_first`), as
-    many as the tokens of a step may stand for.
+    many as the tokens of a step may stand for; it `holds_images` until the step ends.
 
     Layers with a window have blocks of their own where `windows`; layers of two kinds are padded to equally many where
     one has less than `padding` times as many as the other. `in_flight` are the steps whose tokens a window waits for.
@@ -101,6 +101,7 @@ class Rules:
     unsplit: bool = False
     benchmarks: bool = False
     encodes_first: bool = False
+    holds_images: bool = False
     windows: bool = False
     padding: float = 1
     in_flight: int = 1
@@ -121,13 +122,15 @@ class Rules:
 
     def serving(self, kind: ServedKind) -> Rules:
         """The rules of the model runner that serves such a model. The second one samples from a copy of the logits in
-        float32, and at first did not estimate the memory of CUDA graphs (`profile_run` and `profile_cudagraph_memory`
-        in v1/worker/gpu/model_runner.py). It has two counts of each token of the vocabulary for each sequence.
+        float32, holds no images during a step, and at first did not estimate the memory of CUDA graphs (`profile_run`
+        and `profile_cudagraph_memory` in v1/worker/gpu/model_runner.py). It has two counts of each token of the
+        vocabulary for each sequence.
         """
         if not self.second(kind):
             return replace(self, counts=False)
         sampler: Sampler = self.sampler if self.version >= _SAMPLES_IN_FULL else "copies"
-        return replace(self, sampler=sampler, graphs="measured" if self.version >= _ESTIMATES_GRAPHS else None)
+        graphs: GraphEstimate | None = "measured" if self.version >= _ESTIMATES_GRAPHS else None
+        return replace(self, sampler=sampler, graphs=graphs, holds_images=False)
 
     def graph_sizes(self, card: Card, tokens: int, seqs: int) -> GraphSizes:
         """The graphs of a server with steps of so many tokens and sequences (`_set_cudagraph_sizes` in config/vllm.py):

@@ -112,7 +112,14 @@ _VLLM: Final = (
         (0, 8, 0),
         "envs.py: V1, whose models are compiled; v1/worker/gpu_worker.py; engine/arg_utils.py; requirements; "
         "layers/fused_moe/fused_moe.py: `cache13`",
-        {"outside": "all", "slack": True, "gate": "never", "absorbs": False, "encodes_first": True}
+        {
+            "outside": "all",
+            "slack": True,
+            "gate": "never",
+            "absorbs": False,
+            "encodes_first": True,
+            "holds_images": True,
+        }
         | {"choose": _by_name(1024), "torch": "2.6", "experts": "of both"},
     ),
     Change((0, 8, 4), "engine/arg_utils.py: 256 sequences but on H100 and H200", {"choose": _by_name(256)}),

@@ -141,7 +141,7 @@ def encoder_elsewhere(model: Any, tp: int) -> int:
 
 
 def _name_of(text: Any, config: Any) -> str:
-    return next(name for name, value in vars(config).items() if value is text)
+    return next(str(name) for name, value in vars(config).items() if value is text)
 
 
 def _divided_text(model: Any, tp: int, name: str) -> dict[str, object]:

@@ -99,14 +99,15 @@ class ProfileRun(Workload):
 
 class ImageRun(Workload):
     """The encoder of images, as a server runs it before a step. `tokens` and `bytes` are those of the last run's
-    result."""
+    result, `pixels` the bytes of its images."""
 
     def __init__(self) -> None:
-        self.tokens = self.bytes = 0
+        self.tokens = self.bytes = self.pixels = 0
 
     def run(self, setup: Setup) -> Trace:
         encode = image_encoder(setup.model)
         images = {name: value for name, value in setup.call[1].items() if "pixel" in name or "image" in name}
+        self.pixels = sum(tensor.numel() * tensor.itemsize for tensor in tensors_in(images))
         run = Run(setup)
         with run.recording(), torch.no_grad(), setup.precision.autocast():
             run.result = encode(**images)

@@ -77,6 +77,23 @@ _GRANITE: Final = _LLAMA | {
     "architectures": ["GraniteForCausalLM"], "model_type": "granite", "intermediate_size": 12800, "vocab_size": 49155,
     "num_hidden_layers": 40, "max_position_embeddings": 131072, "tie_word_embeddings": True,
 }  # fmt: skip
+_SIGLIP: Final = {
+    "model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+    "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+}  # fmt: skip
+
+
+def _gemma_3(hidden: int, inner: int, layers: int, heads: int, width: int) -> dict[str, Any]:
+    """The config of Gemma 3 with images."""
+    text = {
+        "model_type": "gemma3_text", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": width, "sliding_window": 1024,
+        "vocab_size": 262208, "max_position_embeddings": 131072, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }  # fmt: skip
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 256}
+    return config | {"dtype": "bfloat16", "text_config": text, "vision_config": _SIGLIP}
+
+
 _GPTQ: Final = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
 _AWQ: Final = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 _PACKED: Final = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -172,6 +189,28 @@ _CONFIGS: Final[dict[str, dict[str, Any]]] = {
         "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False,
         "quantization_config": {
             "quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
+        },
+    },
+    "gemma-3-4b": _gemma_3(2560, 10240, 34, 8, 256),
+    "gemma-3-12b": _gemma_3(3840, 15360, 48, 16, 256),
+    "gemma-3-27b": _gemma_3(5376, 21504, 62, 32, 128),
+    "mistral-small-3.1-int8": {
+        "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "dtype": "bfloat16",
+        "image_token_index": 10, "spatial_merge_size": 2, "multimodal_projector_bias": False,
+        "vision_feature_layer": -1, "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
+            "max_position_embeddings": 131072, "sliding_window": None, "tie_word_embeddings": False,
+        },
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 1024, "image_size": 1540, "intermediate_size": 4096,
+            "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "head_dim": 64,
+        },
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "int-quantized",
+            "ignore": ["lm_head", "re:.*vision.*", "re:.*multi_modal.*"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT8, "input_activations": _INT8}},
         },
     },
     "gemma-4-31b-awq": _GEMMA

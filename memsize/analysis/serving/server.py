@@ -306,7 +306,7 @@ class Server:
         runner, rules = self.runner, served.rules
         has_images = reads_images(runner.model)
         in_step = has_images and not rules.encodes_first
-        image = self._images(scenario, served, 1) if has_images else Encoded(0, 0, 0)
+        image = self._images(scenario, served, 1) if has_images else Encoded(0, 0, 0, 0)
         seqs = served.seqs
         if in_step and image.tokens:  # each sequence has an image, whose tokens are those of a decoder too
             seqs = max(1, min(seqs, served.tokens // image.tokens))
@@ -322,7 +322,7 @@ class Server:
                 images = max(1, min(max(served.tokens, image.tokens) // image.tokens, served.seqs))
                 self.progress(f"{scenario.name}: {images:,} images")
                 image = self._images(scenario, served, images)
-            step = max(image.step, image.result + step)
+            step = max(image.step, image.result + step + (image.pixels if rules.holds_images else 0))
         padding = vocabulary_padding(runner.model) if served.tp == 1 else 0  # a part of it is padded already
         quantized = checkpoint_config_of(runner.model) is not None
         copies = latent_copies(runner.model, absorbed=rules.absorbs, quantized=quantized)
@@ -380,20 +380,21 @@ class Server:
 
     def _images(self, scenario: Scenario, served: ServerArguments, images: int) -> Encoded:
         if image_encoder(self.runner.model) is None:
-            return Encoded(0, 0, 0)
+            return Encoded(0, 0, 0, 0)
         encoder = ImageRun()
         trace = self._on(self.prompts(MIXED), images, served).run(encoder, scenario)
         estimate = estimate_gpu(trace, self.runner.gpu, config=self.allocator)
         step = estimate.allocated - weights_in(trace, self.allocator).allocated
-        return Encoded(encoder.tokens // images, step, encoder.bytes)
+        return Encoded(encoder.tokens // images, step, encoder.bytes, encoder.pixels)
 
 
 class Encoded(NamedTuple):
-    """A run of an image encoder: the tokens of an image, the bytes that the run needs, and those of its results."""
+    """A run of an image encoder: tokens of an image, and the bytes that the run, its results and the images need."""
 
     tokens: int
     step: int
     result: int
+    pixels: int
 
 
 def weights_in(trace: Trace, allocator: AllocatorConfig) -> Levels:
