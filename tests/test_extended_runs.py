@@ -843,6 +843,21 @@ def test_why_a_model_is_run_whole(blocks: int, reason: str) -> None:
     assert reasons_after(3, Deep(blocks), Forward()) == (reason,)
 
 
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: Deep(16, CountsOnItsClass), "the model counts its calls"),
+        (NamesABlock, "layers of the whole model are not those of its short models"),
+    ],
+)
+def test_a_run_of_all_layers_notes_why(model: Callable[[], nn.Module], reason: str) -> None:
+    usual, whole = (traced(model(), STEPS, whole=of_all).notes for of_all in (False, True))
+    assert [*usual] == [
+        *whole,
+        f"16 repeated layers in layers: all were run, as they do not follow from a few ({reason})",
+    ]
+
+
 def test_a_model_that_counts_is_run_whole() -> None:
     assert traced(Deep(16, CountsOnItsClass), STEPS).extended_from == ()
 

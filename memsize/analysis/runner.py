@@ -110,7 +110,7 @@ class Runner(ModelSetups):
             self.short_runs.whole_runs[proof.kind] += 1
             if request.is_plain and proof.kind not in self.short_runs.refusals:
                 self._whole.setdefault(proof.kind, (request, trace))
-            return trace
+            return replace(trace, notes=(*trace.notes, *self.short_runs.refusal_notes(proof.kind, request.kind)))
         finally:
             forget_run(self._ran)
 
@@ -153,7 +153,7 @@ class Runner(ModelSetups):
 
     def _is_proven(self, proof: Proof, request: _RunRequest, listener: Listener | None) -> bool:
         """Whether runs of short models extend to those of the whole one, as one run of that shows."""
-        if self.late or self.is_counting or buckets_of(self.model) is not None:
+        if self._counts(request) or self.late or buckets_of(self.model) is not None:
             return False
         refusals = self.short_runs.refusals
         if proof.kind not in refusals:
@@ -171,7 +171,7 @@ class Runner(ModelSetups):
             except MemsizeError as error:  # a proof that fails once is not tried for each run
                 refusals[proof.kind] = str(error)
                 return False
-            if self.late or self.is_counting:
+            if self._counts(request) or self.late:
                 return False
             code = self.backward_code
             refusals[proof.kind] = self.short_runs.refusal(whole, partial(self._run_short, proven), proven.kind)
@@ -179,6 +179,11 @@ class Runner(ModelSetups):
                 refusals[proof.kind] = refusals[proof.kind] or "the backward calls functions that tell layers apart"
             self._whole.pop(proof.kind, None)
         return not refusals[proof.kind]
+
+    def _counts(self, request: _RunRequest) -> bool:
+        if self.is_counting:
+            self.short_runs.refuse(request.kind, "the model counts its calls")
+        return self.is_counting
 
     def _run_short(self, request: _RunRequest, model: nn.Module) -> Trace:
         runner = self._short_runner(model)

@@ -37,7 +37,8 @@ _PLAN: Final = 1.4
 _PROOF: Final = 0.3
 """The part of the time of training steps that a forward takes: 0.26 of a GPT-2's, 0.28 of a ViT's."""
 
-_EXTENDED: Final = "{:,} repeated layers in {}: a few were run, the others follow by repetition (--whole runs all)"
+_EXTENDED: Final = "{}: a few were run, the others follow by repetition (--whole runs all)"
+_REFUSED: Final = "{}: all were run, as they do not follow from a few ({})"
 
 RunShort = Callable[[nn.Module], Trace]
 """Makes the run of a short model."""
@@ -203,10 +204,19 @@ class ShortRuns:
     @property
     def note(self) -> str:
         """A note on a run that is extended, the same for all of them."""
+        return _EXTENDED.format(self._repeated)
+
+    def refusal_notes(self, proof: Hashable, kind: Hashable) -> tuple[str, ...]:
+        """Notes on a run of one `kind` that is not extended, with the reason; none where that was not tried."""
+        reason = self.refusals.get(proof) or self._refused.get(kind)
+        return (_REFUSED.format(self._repeated, reason),) if reason and self.blocks else ()
+
+    @property
+    def _repeated(self) -> str:
         assert self.blocks is not None
         layers = sum(stack.repeated.period * stack.repeated.count for stack in self.blocks.stacks)
         paths = tuple(stack.path or "the model" for stack in self.blocks.stacks)
-        return _EXTENDED.format(layers, join_names(paths))
+        return f"{layers:,} repeated layers in {join_names(paths)}"
 
     def folded(self, model: nn.Module, layers: Mapping[str, str]) -> dict[FoldedPath, str]:
         """Return what is said of `layers` of one of the short models, by paths that hold for any number of blocks."""
