@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.scripts import compiled, data, diffusion, fine_tuning, research
+from benchmarks.scripts import compiled, data, diffusion, fine_tuning, research, several_gpus
 from benchmarks.scripts.data import Maker
 from benchmarks.scripts.recipe import Recipe
 
@@ -318,4 +318,5 @@ RECIPES = (
     *diffusion.RECIPES,
     *research.RECIPES,
     *compiled.RECIPES,
+    *several_gpus.RECIPES,
 )
