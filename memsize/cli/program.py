@@ -129,6 +129,8 @@ def _check_started(program: str, module: bool) -> None:
     if not module and not Path(program).is_file():
         is_model = Path(program.partition(":")[0]).is_file()
         hint = f"memsize timeline {program} trains a model" if is_model else "-m runs a module"
+        if program.startswith("-"):
+            hint = "an option that memsize run does not have"
         hint = "give the script itself, without python" if re.fullmatch(r"(.*/)?python[\d.]*", program) else hint
         raise InputError(f"no such script: {program} ({hint})")
     package = program.partition(".")[0]
