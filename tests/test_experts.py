@@ -155,7 +155,7 @@ def test_active_parameters_are_those_of_model_cards(name: str, billions: float, 
     assert (report.active_parameters or 0) / 1e9 == pytest.approx(active, rel=0.03)
 
 
-def stored(target: str) -> int:
+def parameter_bytes(target: str) -> int:
     """Bytes of parameters as they are stored."""
     return sum(tensor.bytes for tensor in memsize.trace(target).trace.tensors if tensor.kind == "parameter")
 
@@ -164,11 +164,11 @@ def stored(target: str) -> int:
 @pytest.mark.parametrize(("name", "gibibytes"), [("openai/gpt-oss-20b", 12.8), ("openai/gpt-oss-120b", 60.8)])
 def test_experts_in_mxfp4_take_what_the_model_card_says(name: str, gibibytes: float) -> None:
     """The checkpoints' sizes of its table 1 (arXiv 2508.10925)."""
-    assert stored(f"hf:{name}") / 2**30 == pytest.approx(gibibytes, abs=0.05)
+    assert parameter_bytes(f"hf:{name}") / 2**30 == pytest.approx(gibibytes, abs=0.05)
 
 
 @pytest.mark.thorough
 def test_weights_of_deepseek_are_in_float8() -> None:
     """Of 671 billion parameters all but embedding, head, router and norms take a byte."""
     wide = 2 * 129_280 * 7168 + 58 * 256 * 7168
-    assert stored("hf:deepseek-ai/DeepSeek-V3") == pytest.approx(671.03e9 + wide, rel=0.001)
+    assert parameter_bytes("hf:deepseek-ai/DeepSeek-V3") == pytest.approx(671.03e9 + wide, rel=0.001)
