@@ -335,6 +335,14 @@ _SERVERS: Final = tuple(
             "",
         ),
         (
+            "llama-3.1-a100-first",
+            "Llama-3.1-8B, a first start",
+            "https://github.com, notes of 2026-10-06 on vLLM 0.31.0 in a container on an A100 80GB",
+            "A100 80GB",
+            "vllm=0.31.0",
+            "",
+        ),
+        (
             "qwen2.5-7b-first",
             "Qwen2.5-7B, a first start",
             "https://github.com, a script of 2026-09-03 that aborts a request of vLLM 0.22.0, with its log",

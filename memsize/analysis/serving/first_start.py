@@ -24,6 +24,9 @@ _CACHES: Final = {
 """MiB of the second-level cache, by compute capability: NVIDIA's data sheets."""
 _HANDLES_FIRST: Final = (0, 33, 0)
 """vLLM makes cuBLAS's workspaces before anything is measured (`init_device` in v1/worker/gpu_worker.py)."""
+_UNSPLIT_SINCE: Final = (0, 31, 0)
+_UNSPLIT: Final = 20 * MiB
+"""A step splits no larger block (`determine_available_memory` there), so that it leaves the table's segment empty."""
 
 
 class Benchmark(NamedTuple):
@@ -39,6 +42,8 @@ def benchmark(model: Any, served: ServerArguments, card: Card) -> Benchmark:
     embeddings = served.tokens * table.shape[1] * table.itemsize
     size = table.nbytes + embeddings * (2 if served.tp == 1 else 1)
     cache = _CACHES.get(card.capability, (2, 128))
-    segment = -(-table.nbytes // SEGMENT_STEP) * SEGMENT_STEP if served.rules.slack else 0
+    version = served.rules.version
+    stays = served.rules.slack and not (version >= _UNSPLIT_SINCE and table.nbytes > _UNSPLIT)
+    segment = -(-table.nbytes // SEGMENT_STEP) * SEGMENT_STEP if stays else 0
     peak = Interval(*(size + end * MiB for end in cache))
-    return Benchmark(peak, Interval(segment if served.rules.version < _HANDLES_FIRST else 0, segment))
+    return Benchmark(peak, Interval(segment if version < _HANDLES_FIRST else 0, segment))

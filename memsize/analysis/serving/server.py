@@ -336,14 +336,14 @@ class Server:
         slack = weights.reserved - weights.allocated if rules.slack else 0
         if run.fp4:
             step += _FP4_WORKSPACE
-        if rules.counts:  # of each token of the vocabulary, in what was generated and (as bits) in the prompt
-            vocabulary = text_config(runner.model).vocab_size * served.tp
-            step += served.seqs * (vocabulary + -(-vocabulary // 32)) * 4
         if served.compiles:
             compiled = benchmark(runner.model, served, runner.gpu)
             low, high = (0, 0) if self.allocator.expandable_segments else compiled.segment
             step, most = (max(step, end) for end in compiled.peak)
             slack, free = slack + low, free + most - step + high - low
+        if rules.counts:  # of each token of the vocabulary, in what was generated and (as bits) in the prompt
+            vocabulary = text_config(runner.model).vocab_size * served.tp
+            step += served.seqs * (vocabulary + -(-vocabulary // 32)) * 4
         step = step if rules.profiles else 0
         return Profile(weights.allocated + tables, slack, step, free, ops, self._graphs(scenario, served))
 
