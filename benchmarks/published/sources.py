@@ -654,7 +654,7 @@ _NEWER: Final = (
         "reserved",
         GIB,
         "medium",
-        "the releases of PyTorch and torchao",
+        "the releases of PyTorch, torchao and bitsandbytes",
         "diffusers-0.33.1",
         "on the page",
     ),
@@ -766,7 +766,7 @@ NOT_COUNTED: Final = (
         "came before the end",
     ),
     (
-        "FLUX.1-dev in 4 bits, with bitsandbytes or with Quanto",
+        "FLUX.1-dev with torchao's weights of 4 bits, or with Quanto's",
         "https://github.com/huggingface/blog/blob/main/diffusers-quantization.md",
         "their kernels need a GPU, or packages that are not installed beside these",
     ),
