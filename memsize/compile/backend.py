@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 from torch._decomp.decompositions import _grid_sampler_2d
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.cudagraphs import find_input_mutations
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut
 from torch._inductor import compile_fx, config, decomposition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import count_tangents, num_fw_fixed_arguments
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Graph, GraphModule, Interpreter
@@ -93,9 +95,26 @@ class Compiler:
         )
         return self._traced(compiling, module, inputs)
 
-    def partition(self, module: GraphModule, inputs: Sequence[Any]) -> Any:
+    def aot_eager(self, module: GraphModule, inputs: Sequence[Any]) -> Any:
         """Partition a graph of Dynamo's into a forward and a backward, whose operations run one by one."""
         return self._traced(aot_autograd(fw_compiler=_partitioned, partition_fn=min_cut), module, inputs)
+
+    def cudagraphs(self, module: GraphModule, inputs: Sequence[Any]) -> Any:
+        """Make CUDA graphs of a forward and a backward, which keep what autograd would."""
+
+        def captured(graph: GraphModule, values: Sequence[Any], **kind: bool) -> Any:
+            backward = kind.get("is_backward")
+            fixed = count_tangents(graph) if backward else num_fw_fixed_arguments(len(inputs), len(values))
+            mutated = tuple(find_input_mutations(graph.graph))
+            call = _partitioned(graph, values)
+            return _boxed(self._graphs.captured(call, range(fixed), mutated_input_idxs=mutated, **kind))
+
+        compiling = aot_autograd(
+            fw_compiler=captured,
+            bw_compiler=partial(captured, is_backward=True),
+            inference_compiler=partial(captured, is_inference=True),
+        )
+        return self._traced(compiling, module, inputs)
 
     def _traced(self, compiling: Callable[..., Any], module: GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph with fakes on the CPU; where that fails, run it as it is written."""
@@ -275,7 +294,6 @@ def _originals() -> Iterator[None]:
         yield
 
 
-NO_POOL: Final = "the memory pool of torch.compile's CUDA graphs is not counted"
 _TUNING: Final = ("max_autotune", "max_autotune_gemm")
 """Inductor's options by which it measures products."""
 _ON_GPU: Final = (*_TUNING, "max_autotune_pointwise", "coordinate_descent_tuning")

@@ -43,7 +43,7 @@ class Compilation:
         self._original: Callable[..., Any] = torch.compile
         self._patches: SuspendablePatches
         self._driver: SuspendablePatches
-        self._partition: Callable[..., Any]
+        self._compiler: Any = None
 
     def reach(self, patches: SuspendablePatches, driver: SuspendablePatches) -> None:
         """Suspend `patches` while code is compiled; while it is traced, those of the `driver` answer in their place."""
@@ -93,13 +93,8 @@ class Compilation:
 
     def _compiled(self, model: Any, options: dict[str, Any]) -> Any:
         self._open()
-        backend = options.get("backend")
-        if backend == "cudagraphs":
-            from memsize.compile.backend import NO_POOL
-
-            self._note(NO_POOL)
-        if backend in _PARTITIONED:
-            options = {**options, "backend": self._partition}
+        if options.get("backend") in _PARTITIONED:
+            options = {**options, "backend": getattr(self._compiler, options["backend"])}
         with self._suspended():
             return self._original(model, **options)
 
@@ -116,8 +111,7 @@ class Compilation:
 
         semantics = current()
         self._note(rules(semantics.release if semantics else None))
-        compiler = Compiler(self._capability, self._note)
-        self._partition = compiler.partition
+        compiler = self._compiler = Compiler(self._capability, self._note)
         self._regions.enter_context(
             compiling(compiler, Compiles(self._traced, self._suspended, _GPU, self._ledger.inline))
         )
