@@ -27,9 +27,9 @@ RESUMING = """
 
     def resume(path, device):
         checkpoint = torch.load(path, map_location=device)
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        schedule.load_state_dict(checkpoint["schedule"])
+        model.load_state_dict(state_dict=checkpoint["model"])
+        optimizer.load_state_dict(state_dict=checkpoint["optimizer"])
+        schedule.load_state_dict(state_dict=checkpoint["schedule"])
         start, best = checkpoint["epoch"] + 1, checkpoint.get("best", 0)
         return checkpoint, f"{best:.2f}", best < 1, range(start)
 """

@@ -159,10 +159,10 @@ class StandInLoading:
             return CheckpointStandIn(None)
         return CheckpointStandIn(torch.device(map_location if isinstance(map_location, (str, torch.device)) else "cpu"))
 
-    def _load_model(self, original: Callable[..., Any], model: Any, state: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(state, CheckpointStandIn):
-            state = state.filled(model.state_dict)
-        return original(model, state, *args, **options)
+    def _load_model(self, original: Callable[..., Any], model: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(state_dict, CheckpointStandIn):
+            state_dict = state_dict.filled(model.state_dict)
+        return original(model, state_dict, *args, **options)
 
     def optimizer_state(self, optimizer: Optimizer, state: Any) -> Any:
         """The state that is loaded into an optimizer: for a stand-in, one that its own step makes."""
@@ -171,8 +171,8 @@ class StandInLoading:
         return state.filled(lambda: _state_after_step(optimizer, self._ledger))
 
 
-def _unless_stand_in(original: Callable[..., Any], owner: Any, state: Any) -> Any:
-    return None if isinstance(state, CheckpointStandIn) else original(owner, state)
+def _unless_stand_in(original: Callable[..., Any], owner: Any, state_dict: Any) -> Any:
+    return None if isinstance(state_dict, CheckpointStandIn) else original(owner, state_dict)
 
 
 def _state_after_step(optimizer: Optimizer, ledger: VirtualLedger) -> dict[str, Any]:
