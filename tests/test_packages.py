@@ -526,6 +526,27 @@ def test_attention_of_transformers(tmp_path: Path) -> None:
     assert not any("softmax" in storage.op and storage.shape[-1] == 32 for storage in trace.storages)
 
 
+def test_older_transformers_ask_for_flash_attn_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 4.57, whose `from_pretrained` is replaced besides."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    asking = "def is_flash_attn_2_available(): return False\n"
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers/__init__.py").write_text("")
+    (tmp_path / "transformers/modeling_flash_attention_utils.py").write_text(asking)
+    (tmp_path / "transformers/modeling_utils.py").write_text(
+        f"{asking}\nclass PreTrainedModel:\n    @classmethod\n    def from_pretrained(cls): ...\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from transformers import modeling_flash_attention_utils, modeling_utils\n"
+        "assert modeling_flash_attention_utils.is_flash_attn_2_available()\n"
+        "assert modeling_utils.is_flash_attn_2_available()\n"
+        "assert 'memsize' in modeling_utils.PreTrainedModel.from_pretrained.__func__.__code__.co_filename\n"
+    )
+    assert memsize.run(script, gpu="a100").failure is None
+
+
 HOPPER = """
 from flash_attn_interface import flash_attn_func as third, flash_attn_qkvpacked_func, flash_attn_varlen_func
 """

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from itertools import dropwhile
+from itertools import chain, dropwhile
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
@@ -95,6 +95,16 @@ class Patches:
 
 LatePatches = Callable[[Any], Iterable[Patch]]
 """The patches of a module, which is passed once it is imported."""
+
+
+def merged(*groups: Mapping[str, LatePatches]) -> dict[str, LatePatches]:
+    """The patches of all groups, where several may have some of one module."""
+    names = dict.fromkeys(name for group in groups for name in group)
+    return {name: partial(_of_all, [group[name] for group in groups if name in group]) for name in names}
+
+
+def _of_all(groups: Iterable[LatePatches], module: ModuleType) -> Iterator[Patch]:
+    return chain.from_iterable(patches(module) for patches in groups)
 
 
 class SuspendablePatches:

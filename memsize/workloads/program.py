@@ -21,7 +21,7 @@ from memsize.device.cuda_context import cuda_context
 from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import with_type
 from memsize.loading.scope import ImportScope
-from memsize.processes.patches import Patch, assigned, wrapping
+from memsize.processes.patches import Patch, assigned, merged, wrapping
 from memsize.processes.user_code import Lines, running_lines, shown
 from memsize.records.program import Assumed, Refused
 from memsize.records.trace import Failure, Layer, Trace
@@ -142,8 +142,8 @@ class Program:
         files = (*self.files.replacements(), *ScriptFiles(self.files, self.ledger).replacements())
         own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files, *self.after.replacements())
         own += (*self.stand_ins.replacements(), *self.hub_weights.replacements())
-        libraries = {**self.checkpointing.later(), **self.hub_weights.later(), **self.packages.later()}
-        later = {**saved_weights.later(self.files), **libraries}
+        libraries = (self.checkpointing.later(), self.hub_weights.later(), self.packages.later())
+        later = merged(saved_weights.later(self.files), *libraries)
         with (
             virtual_gpu(driver, self.ledger, (*own, *more), self.world, later),
             steps_watched(self.ledger, everywhere=True),

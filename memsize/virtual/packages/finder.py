@@ -72,6 +72,8 @@ _AMPERE: Final = (8, 0)
 """The least compute capability of FlashAttention."""
 _FLASH: Final = "transformers.modeling_flash_attention_utils"
 """The module of transformers that imports flash_attn for a model that asks for it."""
+_MODELS: Final = "transformers.modeling_utils"
+"""The module of transformers that refuses flash_attn where it is not installed, before release 5."""
 _LIGER: Final = "transformers.integrations.liger"
 """The module of transformers that applies Liger's kernels for a trainer that asks for them."""
 _TRL: Final = "trl.generation.vllm_generation"
@@ -127,14 +129,17 @@ class SimulatedPackages(MetaPathFinder):
 
         def installed(module: Any) -> Iterator[tuple[Any, str, Any]]:
             matrix = {**getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {})}  # none in older releases
+            # The answer for version 3 stays: where no version is asked for, it would be taken as the newest.
+            yield from asking_itself(module)
             for version in {2, 3} & matrix.keys():
-                # Its answer for version 3 stays: where no version is asked for, it would be taken as the newest.
-                if version == 2 and not module.is_flash_attn_2_available():
-                    yield module, "is_flash_attn_2_available", lambda *_, **__: True
                 matrix[version] = {**matrix[version], "general_availability_check": lambda *_, **__: True}
-            for owner in (module, sys.modules.get("transformers.modeling_utils")):
+            for owner in (module, sys.modules.get(_MODELS)):
                 if matrix and owner is not None:
                     yield owner, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", matrix
+
+        def asking_itself(module: Any) -> Iterator[tuple[Any, str, Any]]:
+            if not getattr(module, "is_flash_attn_2_available", lambda: True)():
+                yield module, "is_flash_attn_2_available", lambda *_, **__: True
 
         def applying(module: Any) -> Iterator[tuple[Any, str, Any]]:
             yield module, "is_liger_kernel_available", lambda *_: True
@@ -166,6 +171,7 @@ class SimulatedPackages(MetaPathFinder):
 
         return {
             _FLASH: installed,
+            _MODELS: asking_itself,
             _LIGER: applying,
             _TRL: serving,
             "ray": workers,
