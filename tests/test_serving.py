@@ -823,6 +823,13 @@ def test_weights_that_a_server_quantizes(config: Callable[..., str]) -> None:
     assert plain.weights - int4.weights == pytest.approx(numbers * (2 - 0.5 - (2 + 0.5) / 128), rel=0.01)
 
 
+def test_a_gate_of_one_number_fits_in_no_word_of_four_bits(config: Callable[..., str]) -> None:
+    """Eight numbers of AWQ's are a word: the gate of shared experts, 64 to 1, has none."""
+    routed = SMALL | EXPERTS | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
+    (row,) = memsize.serve(config(**routed | {"shared_expert_intermediate_size": 16}), scenarios="int4-weight").ran
+    assert row.weights > 0
+
+
 def test_the_workspace_of_experts_stays(config: Callable[..., str]) -> None:
     """Since vLLM 0.14 it is there beside the logits: 4,096 tokens × 2 experts, 64 numbers of a result, and 64 of the
     first product, which are more than those of a result, in 2 bytes.

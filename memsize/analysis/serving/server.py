@@ -420,7 +420,7 @@ def loaded_weights(trace: Trace, allocator: AllocatorConfig, *, repacks: bool) -
                 packed.add((key, part.name))
     events = [(number, size) for number, size in enumerate(sizes.values()) if size]
     for number, (named, size) in enumerate(sizes.items()):
-        if named in packed:
+        if size and named in packed:
             events += [(len(sizes) + number, size), (number, -size)]
     # An event that changes nothing, before which the cache is emptied.
     return replay([*events, OMITTED], allocator, emptied=[len(events)]).final
