@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memsize
-from benchmarks.published.recipes.long_training import ORDERS, Addresses, Levels, LongTraining
+from benchmarks.published.recipes.long_training import ORDERS, Addresses, Levels, LongTraining, emptied
 from memsize.units import MiB
 
 RECORDED = 3
@@ -95,3 +95,16 @@ def test_a_driver_may_assign_addresses_in_four_ways(order: tuple[bool, bool], ad
         memory.record_change(0, found[-1], size * blocks)
     top = (1 << 43) if order[0] else 0
     assert [address - top for address in found] == [mebibytes * blocks for mebibytes in addresses]
+
+
+def test_what_is_reserved_where_the_cache_is_emptied() -> None:
+    with memsize.virtual_gpu("T4") as region:
+        torch.cuda.empty_cache()
+        for sizes in ((3, 30), (14,), (40, 5)):
+            tensors = [torch.empty(size * MiB, dtype=torch.int8, device="cuda") for size in sizes]
+            torch.cuda.empty_cache()
+        torch.empty(1, device="cuda")
+        del tensors
+    # A list lives until the next one is complete: 14 MiB find room behind the 3 in a segment of 20, but 5 none beside
+    # the 14, so that they take another 20, and 40 a segment of their own.
+    assert [*emptied(region.trace)] == [[50 * MiB, 50 * MiB, 80 * MiB]] * len(ORDERS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from memsize.device.allocator import Allocator, LiveBlock
@@ -183,6 +183,17 @@ class LongTraining:
             _, block, pool = before
             pool.give(block)
             self._allocated -= (block >> SHIFT) * BLOCK
+
+
+def emptied(trace: Trace) -> Iterator[list[int]]:
+    """Yield, for each of `ORDERS`, what is reserved where the program empties the cache, from its second time on."""
+    for order in ORDERS:
+        program = LongTraining(trace, len(trace.emptied) - 1, Addresses(*order))
+        levels = []
+        for part in range(len(trace.emptied) - 1):
+            levels.append(program.record(part).reserved)
+            program.empty_cache()
+        yield levels
 
 
 def _succession(events: Changes, start: int, end: int) -> _Succession:

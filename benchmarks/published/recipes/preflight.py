@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 import memsize
+from benchmarks.published.recipes.long_training import emptied
 from benchmarks.published.rows import Row
 
 _TEXTS: Final = {
@@ -35,25 +36,27 @@ Inputs = Callable[[], tuple[Tensor, ...]]
 Loss = Callable[..., Tensor]
 
 
-def predict(row: Row) -> int:
-    """The figure of the second step."""
+def predict(row: Row) -> tuple[int, int, int]:
+    """The figure of the second step, and the least and the most of it."""
     setting = row.values["model"], int(row.values["batch"]), int(row.values["size"])
     allocated, reserved = _measured(row.source.gpu, row.source.stack)[setting]
-    return allocated if row.figure == "allocated" else reserved
+    return (allocated,) * 3 if row.figure == "allocated" else (reserved[0], min(reserved), max(reserved))
 
 
 @cache
-def _measured(gpu: str, stack: str) -> dict[tuple[str, int, int], tuple[int, int]]:
-    """The peaks of every model of the script, in its order."""
-    with memsize.virtual_gpu(gpu, stack=stack):
+def _measured(gpu: str, stack: str) -> dict[tuple[str, int, int], tuple[int, tuple[int, ...]]]:
+    """What every model of the script allocates at most, and what it reserves by each order of addresses."""
+    with memsize.virtual_gpu(gpu, stack=stack) as region:
         _context()
         for layers, width, heads, inner, batch, length, dropout, fused in _SYNTHETIC:
-            _peaks(
+            _peak(
                 lambda: nn.Sequential(*(Block(width, heads, inner, dropout, fused) for _ in range(layers))),  # noqa: B023
                 lambda: (torch.randn(batch, length, width, device="cuda"),),  # noqa: B023
                 lambda model, _, x: model(x).float().pow(2).mean(),
             )
-        return dict(_models())
+        peaks = dict(_models())
+    reserved = zip(*emptied(region.trace), strict=True)  # each model empties the cache before and after its steps
+    return dict(zip(peaks, zip(peaks.values(), [*reserved][1::2][-len(peaks) :], strict=True), strict=True))
 
 
 def _context() -> None:
@@ -66,7 +69,7 @@ def _context() -> None:
     torch.cuda.empty_cache()
 
 
-def _models() -> Iterator[tuple[tuple[str, int, int], tuple[int, int]]]:
+def _models() -> Iterator[tuple[tuple[str, int, int], int]]:
     for name in _TEXTS:
         for batch, length in ((4, 128), (8, 256)):
             yield (name, batch, length), _text(name, batch, length)
@@ -74,11 +77,11 @@ def _models() -> Iterator[tuple[tuple[str, int, int], tuple[int, int]]]:
         yield ("resnet50", batch, 224), _vision(batch)
 
 
-def _text(name: str, batch: int, length: int) -> tuple[int, int]:
+def _text(name: str, batch: int, length: int) -> int:
     import transformers
 
     cls, config = _TEXTS[name]
-    return _peaks(
+    return _peak(
         lambda: getattr(transformers, cls)(getattr(transformers, config)()),
         lambda: (torch.zeros(batch, length, dtype=torch.int64, device="cuda"),),
         _modelled if name == "gpt2" else _encoded,
@@ -86,10 +89,10 @@ def _text(name: str, batch: int, length: int) -> tuple[int, int]:
     )
 
 
-def _vision(batch: int) -> tuple[int, int]:
+def _vision(batch: int) -> int:
     import torchvision
 
-    return _peaks(
+    return _peak(
         lambda: torchvision.models.resnet50(weights=None),
         lambda: (
             torch.randn(batch, 3, 224, 224, device="cuda"),
@@ -113,8 +116,8 @@ def _encoded(model: nn.Module, outputs: list[object], ids: Tensor) -> Tensor:
     return loss
 
 
-def _peaks(make: Callable[[], nn.Module], inputs: Inputs, loss: Loss, rate: float = 1e-4) -> tuple[int, int]:
-    """The peaks of allocated and of reserved memory in the second step."""
+def _peak(make: Callable[[], nn.Module], inputs: Inputs, loss: Loss, rate: float = 1e-4) -> int:
+    """The peak of allocated memory in the second step."""
     torch.cuda.empty_cache()
     model = make().cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
@@ -122,10 +125,10 @@ def _peaks(make: Callable[[], nn.Module], inputs: Inputs, loss: Loss, rate: floa
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         _step(model, optimizer, loss, tensors)
-    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    peak = torch.cuda.max_memory_allocated()
     del model, optimizer, tensors
     torch.cuda.empty_cache()
-    return peaks
+    return peak
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, tensors: tuple[Tensor, ...]) -> None:
