@@ -345,6 +345,15 @@ def test_what_makes_room_for_a_request(config: Callable[..., str]) -> None:
     assert memsize.serve(target, max_model_len=100, **options).remedied is None
 
 
+def test_a_scenario_that_leaves_the_experts_says_so(config: Callable[..., str]) -> None:
+    mixture = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    target = config(**SMALL | mixture)
+    findings = memsize.serve(target, gpu="t4", scenarios="nf4,int4-weight", max_model_len=64).findings
+    (leaves,) = (finding for finding in findings if finding.code == "quantization-leaves-most")
+    assert leaves.values["scenario"] == "nf4"
+    assert (leaves.values["kind"], leaves.values["most"]) == ("MixtralExperts", 2 * 2 * 4 * 3 * 64 * 128)
+
+
 def test_a_step_is_run_once_for_one_model(config: Callable[..., str]) -> None:
     """The cache's dtype and the part of the card change nothing of it."""
     said: list[str] = []

@@ -74,8 +74,12 @@ def _what_would_make_it_fit(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("quantization-leaves-most")
 def _what_stays_unquantized(evidence: Evidence) -> Iterator[Finding]:
+    return _left_as_they_are(evidence.quantized)
+
+
+def _left_as_they_are(quantized: Mapping[str, Trace]) -> Iterator[Finding]:
     alike: dict[tuple[object, ...], list[Finding]] = {}
-    for finding in _left_by_scenario(evidence):
+    for finding in _left_by_scenario(quantized):
         values = finding.values
         alike.setdefault((values["size"], values["kind"], values["most"]), []).append(finding)
     for first, *others in alike.values():
@@ -87,8 +91,8 @@ def _what_stays_unquantized(evidence: Evidence) -> Iterator[Finding]:
         yield replace(first, template=text, brief=text, values={**first.values, "scenarios": scenarios})
 
 
-def _left_by_scenario(evidence: Evidence) -> Iterator[Finding]:
-    for name, trace in evidence.quantized.items():
+def _left_by_scenario(quantized: Mapping[str, Trace]) -> Iterator[Finding]:
+    for name, trace in quantized.items():
         weights = [tensor for tensor in trace.tensors if tensor.kind in ("parameter", "packed")]
         left = [tensor for tensor in weights if tensor.kind == "parameter" and not tensor.parts and tensor.bytes]
         size, stored = bytes_of(left), bytes_of(weights)
@@ -178,9 +182,9 @@ def _estimate(row: GenerationRow) -> GpuEstimate:
 
 # -- serving -----------------------------------------------------------------------------------------------------------
 
-Served = tuple[tuple[ServingRow, ...], ServerArguments, Card, int, Remedied | None]
-"""The rows, how the model is served, the card, what the server may take of it, and what would make
-room for a request where there is none.
+Served = tuple[tuple[ServingRow, ...], ServerArguments, Card, int, Remedied | None, Mapping[str, Trace]]
+"""The rows, how the model is served, the card, what the server may take of it, what would make room for a request where
+there is none, and a trace of each scenario that quantizes.
 """
 
 SERVING_RULES = Rules[Served]()
@@ -188,7 +192,7 @@ SERVING_RULES = Rules[Served]()
 
 @SERVING_RULES.rule("serves", "serves-none")
 def _what_is_served(evidence: Served) -> Iterator[Finding]:
-    rows, serving, card, budget, _ = evidence
+    rows, serving, card, budget, _, _ = evidence
     row = next(row for row in rows if row.reason is None)
     cards = card.name if serving.tp == 1 else f"each of {serving.tp} {card.name}"
     values: dict[str, object] = {"scenario": row.scenario, "card": cards, "budget": Bytes(budget)}
@@ -224,7 +228,7 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
 
 @SERVING_RULES.rule("request-too-long")
 def _what_is_too_long(evidence: Served) -> Iterator[Finding]:
-    rows, serving, _, _, _ = evidence
+    rows, serving, *_ = evidence
     row = next((row for row in rows if row.paged and row.paged.concurrency.low < 1), None)
     if row is None or row.paged is None:
         return
@@ -245,7 +249,7 @@ def _what_is_too_long(evidence: Served) -> Iterator[Finding]:
 
 @SERVING_RULES.rule("serves-with")
 def _what_makes_room(evidence: Served) -> Iterator[Finding]:
-    remedied = evidence[-1]
+    remedied = evidence[4]
     if remedied is None:
         return
     enough = [row.name for row in remedied.rows if row.outcome == "fits"]
@@ -270,7 +274,7 @@ def _what_serves_more(evidence: Served) -> Iterator[Finding]:
 
 @SERVING_RULES.rule("step-transient")
 def _what_a_step_takes(evidence: Served) -> Iterator[Finding]:
-    rows, serving, _, _, _ = evidence
+    rows, serving, *_ = evidence
     row = next(row for row in rows if row.reason is None)
     if row.paged is not None and row.profile * 20 < row.paged.available.middle:
         return
@@ -289,3 +293,8 @@ def _cached_tokens(row: ServingRow) -> int:
 def _about(tokens: Interval) -> int:
     """The middle of an interval, as exact as its width lets it be."""
     return round(tokens.middle, 2 - len(str(tokens.high - tokens.low)))
+
+
+@SERVING_RULES.rule("quantization-leaves-most")
+def _what_a_server_leaves_unquantized(evidence: Served) -> Iterator[Finding]:
+    return _left_as_they_are(evidence[5])

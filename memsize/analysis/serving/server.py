@@ -151,6 +151,8 @@ class Server:
     progress: Callable[[str], None] = lambda _: None
     _profiles: dict[tuple[object, ...], Profile] = field(default_factory=dict)
     """By model and step."""
+    _quantized: dict[str, Trace] = field(default_factory=dict)
+    """The trace of each scenario that quantizes."""
 
     def report(self, scenarios: Sequence[Scenario], notes: Sequence[str]) -> ServingReport:
         """Compute one row for each scenario.
@@ -193,7 +195,7 @@ class Server:
             groups=layouts[0].groups,
             serving_rows=tuple(rows),
             remedied=remedied,
-            findings=SERVING_RULES.findings((tuple(rows), served, self.runner.gpu, budget, remedied)),
+            findings=SERVING_RULES.findings((tuple(rows), served, self.runner.gpu, budget, remedied, self._quantized)),
             notes=tuple(dict.fromkeys(notes)),
             assumptions=tuple(assumptions(rows[ran], layouts[0].groups, served, reads_images(self.runner.model))),
         )
@@ -230,6 +232,8 @@ class Server:
         self.progress(f"{scenario.name}: the cache of one token")
         workload = GenerationSteps(Generation(prompt=_PROMPT, max_new_tokens=2))
         trace = self.runner.with_inputs(self._texts(_PROMPT), 1).run(workload, scenario)
+        if scenario.recipe == "quantized":
+            self._quantized[scenario.name] = trace
         steps = workload.record.steps
         cached = (storage for storage in trace.storages if storage.role == "KV cache" and storage.bytes)
         own = min((storage.bytes // math.prod(storage.shape) for storage in cached), default=1)
