@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import memsize
 from memsize.errors import ScenarioError
 from tests.kernels import cuda_semantics
 from tests.models import SCENARIOS, Kernel, Recipe, apply_scenario, floating_dtype, run_as
@@ -205,3 +206,24 @@ def test_only_linear_layers_run_by_copies() -> None:
     assert "forward" not in vars(linear)
     run_as("no gradient", [convolution])
     assert "forward" in vars(convolution)
+
+
+def test_an_int8_model_keeps_the_copies_that_a_real_step_keeps() -> None:
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model, x = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)), torch.randn(8, 64)
+    quantize_(model, Int8WeightOnlyConfig())
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x).sum().backward()
+    # The second weight's scales, which are the model's own, GELU's input, and that weight in float32 for the gradient
+    # of its input. The first input needs none.
+    scales, activation, copy = 4 * 32, 4 * 8 * 128, 4 * 128 * 32
+    assert sorted(saved.values()) == [scales, activation, copy]
+    assert memsize.report(model, args=(x,), scenarios="as-given").baseline.saved_bytes == activation + copy
