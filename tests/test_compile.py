@@ -996,6 +996,19 @@ def test_the_backend_of_cuda_graphs_keeps_what_eager_code_keeps_in_a_pool() -> N
     assert made_by_model == {PRIVATE_POOL}
 
 
+def test_a_program_of_which_nothing_is_compiled_says_so() -> None:
+    """PyTorch marks `checkpoint_sequential` as not to be traced, nor what it calls."""
+    text = """
+import torch
+from torch.utils.checkpoint import checkpoint_sequential
+layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).cuda()
+function = torch.compile(lambda x: checkpoint_sequential(layers, 2, x, use_reentrant=False))
+function(torch.randn(8, 64, device="cuda")).sum().backward()
+"""
+    assert any(note.startswith("torch.compile compiled nothing") for note in run_script(text).notes)
+    assert not any("compiled nothing" in note for note in ran("model = torch.compile(model)").notes)
+
+
 def test_another_backend_is_named() -> None:
     compiled = ran("model = torch.compile(model, backend='openxla')")
     assert any("backend openxla is not followed" in note for note in compiled.notes)

@@ -65,11 +65,14 @@ class Compiler:
         """What measuring kernels takes, after how many events, and what they are measured for."""
         self._ledger: Ledger | None = None
         """That of the run, once there was such a graph."""
+        self._has_graphs = False
 
     def conclude(self) -> None:
         """Note where the peak lies, if graphs could not be lowered: fused, fewer of their results are stored; and if
-        kernels are measured: their operands are copied.
+        kernels are measured: their operands are copied. Note also if there were no graphs.
         """
+        if not self._has_graphs:
+            self.note(_NO_GRAPH)
         if self._ledger is None:
             return
         live, unfused = live_bytes(self._ledger.events), set(chain.from_iterable(self._unfused))
@@ -118,6 +121,7 @@ class Compiler:
 
     def _traced(self, compiling: Callable[..., Any], module: GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph with fakes on the CPU; where that fails, run it as it is written."""
+        self._has_graphs = True
         _fuse_attention(module)
         move, as_traced = Move(CPU), _copied(module)
         try:
@@ -224,6 +228,11 @@ _TO_TUNE = "to measure kernels, max-autotune"
 _TO_PAD = "to measure whether padding pays, the compiler"
 
 _UNFUSED_PRODUCTS = "products that max-autotune fuses with what follows them may need less"
+
+_NO_GRAPH = (
+    "torch.compile compiled nothing: Dynamo skips what it was given, or breaks the graph at each operation; on a GPU, "
+    "TORCH_LOGS=graph_breaks names the lines"
+)
 
 _SKIPPED = "torch.compile leaves code uncompiled on this GPU ({}): it runs eagerly there too"
 
