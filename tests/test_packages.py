@@ -462,6 +462,39 @@ def test_cut_cross_entropy_of_gemma(figures: Figures) -> None:
     assert abs(both / MiB - 1164) <= 1
 
 
+CUT = {
+    "": [147968, 164352, 75497984, 75924992],
+    "shift=1": [180736, 197120, 75530752, 75957760],
+    "reduction='none'": [163840, 163840, 75513856, 75957248],
+    "softcap=30.0": [147968, 180224, 75497984, 75924992],
+    "filter_eps=None": [16896, 49152, 75497984, 75662848],
+}
+
+
+def test_options_of_cut_cross_entropy(figures: Figures) -> None:
+    """As with cut-cross-entropy 25.1.1 itself on the same simulated GPU: bytes beside two sequences of 2,048 tokens."""
+    line = """
+import json, torch
+from cut_cross_entropy import linear_cross_entropy
+def measured(**options):
+    hidden, weight = (
+        torch.empty(*shape, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for shape in [(2, 2048), (32_768,)]
+    )
+    target = torch.zeros(2, 2048, dtype=torch.int64, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = linear_cross_entropy(hidden, weight, target, **options)
+    sizes = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+    loss.sum().backward()
+    sizes += [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+    return [size - before for size in sizes]
+"""
+    calls = ", ".join(f"measured({options})" for options in CUT)
+    sizes, _ = figures(line, f"print(json.dumps([{calls}]))")
+    assert dict(zip(CUT, sizes, strict=True)) == CUT
+
+
 def test_cut_cross_entropy_wants_16_bits(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LOSS + "measured(linear_cross_entropy, 64, 64, 640, torch.float32)")

@@ -139,33 +139,52 @@ def _add_product(total: Tensor, logits: Tensor, rows: Tensor) -> None:
 
 
 class CutCrossEntropy(torch.autograd.Function):
-    """Hidden states, classifier and targets to the loss, by a kernel that holds a tile of the logits at a time."""
+    """Hidden states, classifier and targets to the loss, by a kernel that holds a tile of the logits at a time.
+
+    With `valids`, positions of the hidden states, a target is that of the next one, and the other states have no loss.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, reduction: str = "mean", filters: bool = True
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        reduction: str = "mean",
+        filters: bool = True,
+        valids: Tensor | None = None,
+        capped: bool = False,
     ) -> Tensor:
-        tokens, words = len(hidden), len(weight)
+        tokens, words = len(hidden) if valids is None else len(valids), len(weight)
         if hidden.dtype not in _HALVES:
             raise ValueError("cut cross-entropy needs 16-bit hidden states: float16, bfloat16, or autocast")
         log_sums = hidden.new_empty((tokens,), dtype=torch.float32)
         locks = hidden.new_empty((-(-tokens // _LOCKED_TOKENS),), dtype=torch.int32)
         means = hidden.new_empty((words,), dtype=torch.float32) if filters else None
         del locks
-        losses = hidden.new_zeros((tokens,), dtype=torch.float32).add_(log_sums)
+        losses = hidden.new_zeros((tokens,), dtype=torch.float32)
+        losses = (losses.clone() if capped else losses).add_(log_sums)
         ctx.save_for_backward(hidden, weight, log_sums, target, means)
-        return losses if reduction == "none" else losses.mean()
+        ctx.valids = valids  # which stay until the loss is gone
+        if reduction != "none":
+            return losses.mean()
+        if valids is None:
+            return losses
+        every = losses.new_zeros((len(target),))
+        every[valids + 1] = losses
+        return every
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        hidden, weight, _, _, means = ctx.saved_tensors
+    def backward(ctx: Any, *of_loss: Tensor) -> Any:
+        hidden, weight, log_sums, _, means = ctx.saved_tensors
         order = None if means is None else torch.argsort(means).to(torch.int32)
+        of_losses = of_loss[0].contiguous()
         of_hidden = torch.zeros_like(hidden)
         of_weight = torch.zeros_like(weight, dtype=hidden.dtype) if ctx.needs_input_grad[1] else None
         columns = -(-weight.shape[1] // _LOCKED_WIDTH)
         locks = [
-            tensor.new_zeros((-(-len(tensor) // columns), columns), dtype=torch.int32) for tensor in (hidden, weight)
+            tensor.new_zeros((-(-len(tensor) // columns), columns), dtype=torch.int32) for tensor in (log_sums, weight)
         ]
         of_weight = None if of_weight is None else of_weight.to(weight.dtype)  # beside the locks
-        del locks, order
-        return of_hidden, of_weight, None, None, None
+        del locks, order, of_losses
+        return of_hidden, of_weight, *[None] * 5

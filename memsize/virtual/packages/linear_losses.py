@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from memsize.kernels.linear_losses import IGNORED, CutCrossEntropy
@@ -21,12 +22,31 @@ def linear_cross_entropy(
     impl: Any = None,
 ) -> Tensor:
     """Cut cross-entropy of hidden states `e` and a classifier `c`."""
-    if shift:
-        e, targets = e[..., :-1, :], targets[..., 1:]
-    loss: Tensor = CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        e.contiguous().flatten(0, -2), c, targets.contiguous().flatten(), reduction, filter_eps is not None
+    if str(getattr(impl, "name", impl) or "cce").lower() != "cce":
+        raise NotImplementedError(f"memsize has no stand-in for cut_cross_entropy's {impl}: install cut-cross-entropy")
+    shape, valids = targets.shape, _positions(targets, ignore_index, shift)
+    every = CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        e.contiguous().flatten(0, -2),
+        c,
+        targets.contiguous().flatten(),
+        reduction,
+        filter_eps is not None,
+        valids,
+        softcap is not None,
     )
-    return loss.view(targets.shape) if reduction == "none" else loss
+    loss: Tensor = every.view(shape) if reduction == "none" else every
+    return loss[..., 1:] if shift and reduction == "none" else loss
+
+
+def _positions(targets: Tensor, ignored: int, shift: bool) -> Tensor | None:
+    """The hidden states that have a loss: None for all of them."""
+    targets = targets[..., 1:] if shift else targets.flatten()
+    valids = (targets != ignored).nonzero().to(torch.int32)
+    if not shift:
+        return None if valids.numel() == targets.numel() else valids.squeeze(1)
+    for dimension in range(targets.ndim - 1):
+        valids[:, dimension] *= targets.stride(dimension)
+    return valids.sum(1)
 
 
 class LinearCrossEntropy(nn.Module):
