@@ -195,7 +195,7 @@ RECIPES = (
         needs=("deepspeed", "transformers", "datasets", "peft"),
         options="--gpus 8 --gpu h100",
     ),
-    Recipe(
+    Recipe(  # with transformers before 5 and pandas before 3
         "verl sft_peft",
         "volcengine/verl",
         ".",
