@@ -111,6 +111,8 @@ def test_bytes_follow_the_unit() -> None:
         ("aaa", "a[] ×3"),
         ("abb", "a[], b[] ×2"),
         ("abbabb", "(a[], b[] ×2) ×2"),
+        ("abcbcb", "a[], b[], c[], b[], c[], b[]"),
+        ("abbcbbcbbc", "a[], b[] ×6, c[] ×3"),
         ("aba", "a[], b[], a[]"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Final
@@ -79,8 +80,14 @@ def draw_bytes(count: int, unit: Unit) -> str:
     return f"{MINUS if count < 0 else ''}{size}"
 
 
+_MOST_RUNS: Final = 6
+"""How many entries a list of tensors in order may have: the caches of layers of several kinds have some fifty."""
+
+
 def draw_specs(specs: Sequence[TensorSpec]) -> str:
-    """Draw tensor specs in order. Consecutive repeats are drawn once with their count: ``(a, b ×2) ×3``."""
+    """Draw tensor specs in order. Consecutive repeats are drawn once with their count: ``(a, b ×2) ×3``. A longer list
+    than that makes has each spec once: ``a, b ×20, c ×10``.
+    """
     texts = [str(spec) for spec in specs]
     for period in range(1, len(texts) // 2 + 1):
         times, rest = divmod(len(texts), period)
@@ -91,7 +98,9 @@ def draw_specs(specs: Sequence[TensorSpec]) -> str:
 
 
 def _runs(texts: Sequence[str]) -> str:
-    runs = ((text, sum(1 for _ in group)) for text, group in groupby(texts))
+    runs = [(text, sum(1 for _ in group)) for text, group in groupby(texts)]
+    if len(runs) > _MOST_RUNS:
+        runs = [*Counter(texts).items()]
     return ", ".join(text if count == 1 else f"{text} ×{count}" for text, count in runs)
 
 
