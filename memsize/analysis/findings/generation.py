@@ -182,20 +182,33 @@ def _estimate(row: GenerationRow) -> GpuEstimate:
 
 # -- serving -----------------------------------------------------------------------------------------------------------
 
-Served = tuple[tuple[ServingRow, ...], ServerArguments, Card, int, Remedied | None, Mapping[str, Trace]]
-"""The rows, how the model is served, the card, what the server may take of it, what would make room for a request where
-there is none, and a trace of each scenario that quantizes.
-"""
+
+class Served(NamedTuple):
+    """The rows of a server, of which one could be run, what it may take of its card, and what would make room for a
+    request where there is none. `quantized` is as in `Evidence`.
+    """
+
+    rows: tuple[ServingRow, ...]
+    serving: ServerArguments
+    card: Card
+    budget: int
+    remedied: Remedied | None
+    quantized: Mapping[str, Trace]
+
+    @property
+    def first(self) -> ServingRow:
+        """The first row that could be run."""
+        return next(row for row in self.rows if row.reason is None)
+
 
 SERVING_RULES = Rules[Served]()
 
 
 @SERVING_RULES.rule("serves", "serves-none")
 def _what_is_served(evidence: Served) -> Iterator[Finding]:
-    rows, serving, card, budget, _, _ = evidence
-    row = next(row for row in rows if row.reason is None)
+    row, serving, card = evidence.first, evidence.serving, evidence.card
     cards = card.name if serving.tp == 1 else f"each of {serving.tp} {card.name}"
-    values: dict[str, object] = {"scenario": row.scenario, "card": cards, "budget": Bytes(budget)}
+    values: dict[str, object] = {"scenario": row.scenario, "card": cards, "budget": Bytes(evidence.budget)}
     if row.paged is None:
         rest = row.profile + row.non_torch.low + row.graphs.low
         values |= sizes(short=row.shortage, weights=row.weights, rest=rest)
@@ -228,8 +241,8 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
 
 @SERVING_RULES.rule("request-too-long")
 def _what_is_too_long(evidence: Served) -> Iterator[Finding]:
-    rows, serving, *_ = evidence
-    row = next((row for row in rows if row.paged and row.paged.concurrency.low < 1), None)
+    serving = evidence.serving
+    row = next((row for row in evidence.rows if row.paged and row.paged.concurrency.low < 1), None)
     if row is None or row.paged is None:
         return
     paged = row.paged
@@ -249,8 +262,7 @@ def _what_is_too_long(evidence: Served) -> Iterator[Finding]:
 
 @SERVING_RULES.rule("serves-with")
 def _what_makes_room(evidence: Served) -> Iterator[Finding]:
-    remedied = evidence[4]
-    if remedied is None:
+    if (remedied := evidence.remedied) is None:
         return
     enough = [row.name for row in remedied.rows if row.outcome == "fits"]
     values: dict[str, object] = {"context": remedied.size, "peak": Bytes(remedied.peak), "names": ", ".join(enough)}
@@ -261,8 +273,8 @@ def _what_makes_room(evidence: Served) -> Iterator[Finding]:
 
 @SERVING_RULES.rule("serves-more")
 def _what_serves_more(evidence: Served) -> Iterator[Finding]:
-    rows = [row for row in evidence[0] if row.reason is None]
-    first, best = rows[0], max(rows, key=_cached_tokens)
+    first = evidence.first
+    best = max((row for row in evidence.rows if row.reason is None), key=_cached_tokens)
     if best is first or best.paged is None:
         return
     before = _about(first.paged.tokens) if first.paged else 0
@@ -274,8 +286,7 @@ def _what_serves_more(evidence: Served) -> Iterator[Finding]:
 
 @SERVING_RULES.rule("step-transient")
 def _what_a_step_takes(evidence: Served) -> Iterator[Finding]:
-    rows, serving, *_ = evidence
-    row = next(row for row in rows if row.reason is None)
+    row, serving = evidence.first, evidence.serving
     if row.paged is not None and row.profile * 20 < row.paged.available.middle:
         return
     text = (
@@ -286,6 +297,11 @@ def _what_a_step_takes(evidence: Served) -> Iterator[Finding]:
     yield Finding("step-transient", text, values, bytes=row.profile)
 
 
+@SERVING_RULES.rule("quantization-leaves-most")
+def _what_a_server_leaves_unquantized(evidence: Served) -> Iterator[Finding]:
+    return _left_as_they_are(evidence.quantized)
+
+
 def _cached_tokens(row: ServingRow) -> int:
     return row.paged.tokens.middle if row.paged else 0
 
@@ -293,8 +309,3 @@ def _cached_tokens(row: ServingRow) -> int:
 def _about(tokens: Interval) -> int:
     """The middle of an interval, as exact as its width lets it be."""
     return round(tokens.middle, 2 - len(str(tokens.high - tokens.low)))
-
-
-@SERVING_RULES.rule("quantization-leaves-most")
-def _what_a_server_leaves_unquantized(evidence: Served) -> Iterator[Finding]:
-    return _left_as_they_are(evidence[5])

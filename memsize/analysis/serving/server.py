@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from memsize.analysis.findings.generation import SERVING_RULES
+from memsize.analysis.findings.generation import SERVING_RULES, Served
 from memsize.analysis.remedies import Need
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.first_start import benchmark
@@ -195,7 +195,9 @@ class Server:
             groups=layouts[0].groups,
             serving_rows=tuple(rows),
             remedied=remedied,
-            findings=SERVING_RULES.findings((tuple(rows), served, self.runner.gpu, budget, remedied, self._quantized)),
+            findings=SERVING_RULES.findings(
+                Served(tuple(rows), served, self.runner.gpu, budget, remedied, self._quantized)
+            ),
             notes=tuple(dict.fromkeys(notes)),
             assumptions=tuple(assumptions(rows[ran], layouts[0].groups, served, reads_images(self.runner.model))),
         )
