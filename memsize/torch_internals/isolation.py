@@ -303,7 +303,7 @@ _OF_PYTORCH: Final = (
     ),
     _attribute(nn_module, "_global_is_full_backward_hook"),
     *(_compiler(f"torch.{part}.config") for part in ("_dynamo", "_functorch", "_inductor")),
-    _Setting(iteration_marks, lambda count: setattr(sys.modules[_CUDA_GRAPHS].MarkStepBox, "mark_step_counter", count)),
+    _Setting(iteration_marks, lambda count: assign(sys.modules[_CUDA_GRAPHS].MarkStepBox, "mark_step_counter", count)),
     _mapping(torch_optimizer._global_optimizer_pre_hooks),
     _mapping(torch_optimizer._global_optimizer_post_hooks),
 )

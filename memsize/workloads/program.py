@@ -281,6 +281,7 @@ class Program:
 
     def _trace(self, error: BaseException | None) -> Trace:
         ledger, calls, names = self.ledger, self.calls, self._root_names()
+        ledger.mark_batches()
         storages = ledger.storages(calls.saved_storages)
         tensors = tuple(
             replace(

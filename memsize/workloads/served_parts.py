@@ -123,11 +123,12 @@ def divided(model: Any, tp: int, name: str) -> dict[str, object]:
 def part_of(model: Any, tp: int, name: str) -> nn.Module:
     """Build, on meta, the part of a model of transformers that one of `tp` GPUs stores. Raises as `divided` does."""
     entries, text = _divided_text(model, tp, name), text_config(model)
-    config = copy.deepcopy(model.config)
+    whole = copy.deepcopy(model.config)
+    config = whole if text is model.config else getattr(whole, _name_of(text, model.config))
     for entry, value in entries.items():
-        setattr(config if text is model.config else getattr(config, _name_of(text, model.config)), entry, value)
+        setattr(config, entry, value)
     with torch.device("meta"):
-        part: nn.Module = type(model)._from_config(config, dtype=model.dtype)
+        part: nn.Module = type(model)._from_config(whole, dtype=model.dtype)
     part.generation_config = model.generation_config
     return part.eval()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -32,7 +32,6 @@ from memsize.processes.user_code import Lines, variables
 from memsize.records.aggregates import split_phase
 from memsize.records.roles import Role
 from memsize.records.timeline import AROUND
-from memsize.records.trace import Storage
 from memsize.records.world import Collective, CollectiveKind
 from memsize.torch_internals.meta import is_meta
 from memsize.tracing.ledger import Ledger, Workspaces
@@ -194,7 +193,7 @@ class GpuStorages(Ledger):
         self.loads_state = False
         """Whether an optimizer is loading a state, which it copies to its parameters' device before it keeps any."""
         self._batches: set[int] = set()
-        """Copies from the host that no module, backward or optimizer made."""
+        """Copies from the host, other than numbers, that no module, backward or optimizer made."""
         self._in_pytorch = False
         self._elsewhere: dict[int, torch.UntypedStorage] = {}
         super().__init__("meta", workspaces)
@@ -250,7 +249,7 @@ class GpuStorages(Ledger):
             node: Any = torch._C._current_autograd_node() if func in _KEEPING else None
             if isinstance(node, _accumulating) and node.variable.grad is None:
                 self.mark_gradient(node.variable, result)
-        elif func is _aten._to_copy.default and not is_meta(args[0]) and self.clock.layer < 0:
+        elif func is _aten._to_copy.default and result.dim() and not is_meta(args[0]) and self.clock.layer < 0:
             if split_phase(self.clock.phases[self.clock.phase])[0] != "optimizer":
                 self._batches.add(self.index_of(result))
         elif _is_gradient_of_own_forward(func, args, result) and self._role_of(args[0]) == "parameter":
@@ -408,12 +407,11 @@ class GpuStorages(Ledger):
         clock, position = self.clock, len(self.events) if before is None else before
         self.collectives.append(Collective(kind, size, ranks, clock.phase, clock.layer, position, group, stream))
 
-    def storages(self, saved: Set[int]) -> tuple[Storage, ...]:
-        """As the base class has it; what the program copied from the host and nothing else claims is an input."""
+    def mark_batches(self) -> None:
+        """Mark as inputs what the program copied from the host, where nothing has shown another purpose."""
         for row in (self.rows[index] for index in self._batches if index >= 0):
             if row.role in ("temporary", "activation"):
                 row.role = "input"
-        return super().storages(saved)
 
     def made_at(self, storage: int, lines: Lines) -> None:
         """`lines` of the program made `storage`."""
