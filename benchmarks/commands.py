@@ -42,7 +42,7 @@ COMMANDS = (
     ("fit hf:llama --seq-len 2048 --train adamw --gpu h100 --gpus 1..8 --parallel fsdp --scenario amp-bf16", 15.0),
     ("timeline hf:405b/config.json --train adamw --parallel fsdp=1024", 10.0),
     ("fit hf:8b/config.json --vary context,batch", 30.0),
-    ("sweep sweep.toml", 10.0),
+    ("sweep sweep.toml --fresh", 10.0),
 )
 """The command, and the CPU seconds that it may take beyond its imports."""
 IMPORTS = f"{DECLARE}; import memsize; from transformers import LlamaForCausalLM"
