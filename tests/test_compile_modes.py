@@ -173,18 +173,28 @@ def test_measuring_kernels_widens_the_peak_to_an_interval() -> None:
     assert most == format_bytes(weights + row + copied)
 
 
-def test_measuring_padding_widens_the_peak_to_an_interval() -> None:
+@pytest.mark.parametrize(
+    ("stack", "cache"),
+    [
+        (None, 40 * MIB),
+        ("torch=2.7", 40 * MIB),
+        pytest.param("torch=2.6", 256 * MIB, marks=pytest.mark.thorough),
+        ("torch=2.5", 256_000_000),
+    ],
+)
+def test_measuring_padding_widens_the_peak_to_an_interval(stack: str | None, cache: int) -> None:
     """Of a product of 1,024 rows and 4,001 columns, which are padded to 4,008: random operands, the second of which is
-    padded in a copy, the result of the padded product, and a buffer of the size of an A100's L2 cache."""
+    padded in a copy, the result of the padded product, and a buffer that flushes the cache: of the size of an A100's,
+    or that of Triton 3.2, or 3.1."""
     model = nn.Linear(512, 4001, bias=False)
     options: dict[str, Any] = {"input_size": (1024, 512), "batch_size": 1, "optimizer": None, "gpu": "a100"}
-    trace = memsize.trace(model, scenario="bf16+compile", **options).trace
+    trace = memsize.trace(model, scenario="bf16+compile", stack=stack, **options).trace
     operands, result = 1024 * 512 + 512 * 4001, 1024 * 4008
     inside = 2 * operands  # the input and the weight, while the graph is compiled
     (note,) = [note for note in trace.notes if "whether padding pays" in note]
     least, most = re.findall(r"[\d.,]+ [KMG]iB", note)[:2]
     assert least == format_bytes(max(live_bytes(trace.events)))
-    assert most == format_bytes(inside + 2 * (operands + 512 * 4008 + result) + 40 * MIB)
+    assert most == format_bytes(inside + 2 * (operands + 512 * 4008 + result) + cache)
     assert not [n for n in trace.notes if "max-autotune" in n]
 
 
@@ -277,6 +287,7 @@ def test_several_gpus_compile_as_a_script_does(parallel: str, model: str, tmp_pa
     assert eager > compiled == run.peak.requested
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="its compiler cannot trace a pipeline's stage")
 def test_compiled_stages_of_a_pipeline_need_less(tmp_path: Path) -> None:
     """The last of two stages has one block and one microbatch under way at a time. It keeps the results of the first
     product and of cos, and not those of exp and sin: 512 x 8192 floats less, and a microbatch's result of 2 MiB more.

@@ -179,9 +179,13 @@ def test_chosen_columns_have_their_totals(toy: Report) -> None:
 def test_formulas_are_read_without_importing_triton(python: Python, tmp_path: Path) -> None:
     kernels = tmp_path / "triton" / "runtime" / "jit.py"
     kernels.parent.mkdir(parents=True)
+    for package in kernels.parents[:2]:  # before one that is installed
+        (package / "__init__.py").touch()
     kernels.write_text("class JITFunction: pass")
-    program = """
-import memsize.kernels.multiply_adds, sys
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import memsize.kernels.multiply_adds
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 print("triton" in sys.modules)
 from triton.runtime.jit import JITFunction

@@ -19,12 +19,12 @@ LEAST_MULTIPROCESSORS: Final = 68
 """A GPU with fewer is not measured."""
 
 
-def most_measured(graph: GraphLowering, l2_cache: int) -> int:
-    """The most bytes that measuring one product of `graph` takes, on a GPU with an L2 cache of so many bytes, which is
-    flushed by writing a buffer of its size; 0 where no product is measured.
+def most_measured(graph: GraphLowering, flushed: int) -> int:
+    """The most bytes that measuring one product of `graph` takes, with a buffer of so many bytes that flushes the L2
+    cache; 0 where no product is measured.
     """
     products = [op for op in graph.operations if getattr(op, "python_kernel_name", None) in _MEASURED]
-    return max((l2_cache + _operands(product) for product in products), default=0)
+    return max((flushed + _operands(product) for product in products), default=0)
 
 
 def _operands(product: Any) -> int:

@@ -37,7 +37,7 @@ from memsize.compile.autotuning import LEAST_MULTIPROCESSORS, most_measured
 from memsize.compile.cuda_graphs import CudaGraphs
 from memsize.compile.devices import CPU, CUDA, META, GpuProperties, Move
 from memsize.compile.generated import running_ledger
-from memsize.compile.gpu import planning
+from memsize.compile.gpu import flushed, planning
 from memsize.kernels.attention import flex_attention
 from memsize.kernels.semantics import current, switched_on
 from memsize.processes.patches import Patches, assigned, wrapping
@@ -159,7 +159,7 @@ class Compiler:
     def _measure(self, graph: GraphLowering) -> None:
         """Note what max-autotune takes for a graph."""
         gpu = GpuProperties.of(self._capability)
-        if gpu.multi_processor_count >= LEAST_MULTIPROCESSORS and (most := most_measured(graph, gpu.L2_cache_size)):
+        if gpu.multi_processor_count >= LEAST_MULTIPROCESSORS and (most := most_measured(graph, flushed(gpu))):
             self._add_measured(_TO_TUNE, most)
 
     def _add_measured(self, purpose: str, size: int) -> None:

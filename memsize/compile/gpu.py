@@ -48,6 +48,7 @@ from memsize.compile.shortcuts import shortcuts
 from memsize.kernels.semantics import current
 from memsize.processes.patches import Patch, Patches, calling, wrapping
 from memsize.spec.stack import Release
+from memsize.units import MiB
 
 
 def _interface(properties: GpuProperties) -> type[device_interface.CudaInterface]:
@@ -207,11 +208,11 @@ def planning(
         *graphs.patches(),
         *padding(properties, measured),
     ]
+    release = _release()
     try:
         interfaces.update(names)
         common.register_backend_for_device("cuda", PlannedScheduling, PlannedWrapper)
         _forget_properties()
-        release = semantics.release if (semantics := current()) else None
         with Patches().applied(patches), inductor_config.patch(_SETTINGS), switches_of(release):
             yield
     finally:
@@ -260,7 +261,7 @@ def padding(properties: GpuProperties, measured: Callable[[int], None] = lambda 
     """
     yield pad_mm, "check_device", lambda *_: True
     yield pad_mm, "has_triton", lambda: True
-    yield wrapping(pad_mm, "should_pad_bench_key", _measuring, measured, properties.L2_cache_size)
+    yield wrapping(pad_mm, "should_pad_bench_key", _measuring, measured, flushed(properties))
     yield pad_mm, "get_cached_should_pad", lambda key: True
     yield utils, "get_gpu_dram_gbps", lambda: properties.memory
     yield (
@@ -272,7 +273,7 @@ def padding(properties: GpuProperties, measured: Callable[[int], None] = lambda 
 
 def _measuring(
     measured: Callable[[int], None],
-    l2_cache: int,
+    cache: int,
     original: Callable[..., str],
     match: Any,
     one: Any,
@@ -287,8 +288,25 @@ def _measuring(
     operands = rows * inner + inner * columns
     copies = (padded[0] * padded[1], (rows, inner)), (padded[1] * padded[2], (inner, columns))
     operands += sum(size for size, (height, width) in copies if size != height * width)
-    measured(l2_cache + math.prod(batch) * (operands + padded[0] * padded[2]) * one.dtype.itemsize)
+    measured(cache + math.prod(batch) * (operands + padded[0] * padded[2]) * one.dtype.itemsize)
     return original(match, one, other, *args)
+
+
+_FLUSHED: Final[dict[Release, int]] = {(2, 6): 256_000_000, (2, 7): 256 * MiB}
+"""The buffer of Triton's own `do_bench`, by the first release in which it is another: triton/testing.py of 3.0 and 3.1,
+triton/backends/nvidia/driver.py of 3.2; torch/_inductor/runtime/benchmarking.py (`InductorBenchmarker`) from 2.7 on.
+"""
+
+
+def flushed(properties: GpuProperties) -> int:
+    """The bytes that are written before a kernel is measured, so that none of its operands is in the L2 cache."""
+    release = _release()
+    return next((size for first, size in _FLUSHED.items() if release and release < first), properties.L2_cache_size)
+
+
+def _release() -> Release | None:
+    """The release of PyTorch that was asked for; None is the installed one."""
+    return semantics.release if (semantics := current()) else None
 
 
 def _hint(size: Any) -> int:
