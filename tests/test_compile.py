@@ -353,6 +353,31 @@ def test_compile_shows_each_scenario_beside_itself_compiled() -> None:
     assert table.loc["fp32", "saved_bytes"] > table.loc["fp32+compile", "saved_bytes"]
 
 
+def test_what_compiled_code_pads_is_not_recomputed() -> None:
+    """The square keeps a product of 4,101 columns. Compiled code pads them to 4,104, a multiple of 8, and aligns rows
+    to 128 B, every 4,160 numbers.
+    """
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4096, 4101, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x).square()
+
+    options: dict[str, Any] = {"input_size": (4096, 4096), "batch_size": 1, "scenarios": "bf16", "compile": True}
+    report = memsize.report(Net(), gpu="a100", **options)
+    (finding,) = (finding for finding in report.findings if finding.code == "compiled")
+    eager, compiled = (totals(result.trace).saved_bytes for result in report.scenario_results if result.trace)
+    assert compiled - eager == (4095 * 4160 + 4104 - 4096 * 4101) * 2 == finding.bytes
+    size = format_bytes(finding.bytes, "KiB")
+    assert finding.in_brief("KiB") == (
+        f"bf16+compile keeps {size} more for backward than bf16. What both keep takes {size} more in compiled code's "
+        "layouts."
+    )
+
+
 def test_a_report_says_what_compiled_code_recomputes_and_keeps() -> None:
     """Eager code keeps the input, the results of exp, of the doubling, silu and cos; compiled code the input, the first
     product and cos. Inference holds two tensors in eager code, and in compiled code a product and what is made of it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from memsize.analysis.findings.evidence import Evidence
@@ -31,14 +31,16 @@ class _Result(NamedTuple):
     @property
     def description(self) -> str:
         """``silu in Block``, or ``float32 copies in RMSNorm``."""
-        what = f"{self.dtype} copies" if self.op in ("_to_copy", "convert_element_type") else self.op
-        return f"{what} in {self.type}" if self.type else what
+        kind = {"_to_copy": self.dtype, "convert_element_type": self.dtype, "constant_pad_nd": "padded"}.get(self.op)
+        results = f"{kind} copies" if kind else self.op
+        return f"{results} in {self.type}" if self.type else results
 
 
 _ALIKE: Final[tuple[Callable[[_Result], object], ...]] = (
     lambda result: result,
     lambda result: (result.module, result.dtype, result.bytes),  # compiled code may compute it by another operation
     lambda result: (result.op, result.dtype, result.bytes),
+    lambda result: (result.module, result.op, result.dtype),  # it pads rows
 )
 """When results of two runs are the same tensor, the strictest rule first."""
 
@@ -51,8 +53,10 @@ def compiled(evidence: Evidence) -> Iterator[Finding]:
     for name, trace in runs.items():
         base, is_compiled, _ = name.partition(COMPILED)
         if is_compiled and base in runs:
-            recomputed, added = _exchanged(_saved(runs[base]), _saved(trace))
-            less = sum(result.bytes for result in recomputed) - sum(result.bytes for result in added)
+            before, after = _saved(runs[base]), _saved(trace)
+            recomputed, added = _exchanged(before, after)
+            less = _bytes(before) - _bytes(after)
+            padding = _bytes(recomputed) - _bytes(added) - less
             values: dict[str, object] = {"name": name, "first": base, "change": Bytes(abs(less))}
             text = "{name} keeps the same for backward as {first}"
             if less or recomputed:
@@ -63,6 +67,11 @@ def compiled(evidence: Evidence) -> Iterator[Finding]:
                 instead = " instead" if recomputed else ""
                 text += f"{', and' if recomputed else ': it'} keeps {_named(added, 'added', values)}{instead}"
             text = f"{text}."
+            if padding:
+                values |= sizes(padding=abs(padding))
+                text += (
+                    f" What both keep takes {{padding}} {'more' if padding > 0 else 'less'} in compiled code's layouts."
+                )
             brief = "" if (base, recomputed, added) in shown else text  # which other modes keep, too
             shown.append((base, recomputed, added))
             for run, peaks in (("training", evidence.peaks), ("inference", evidence.inference)):
@@ -80,6 +89,10 @@ def _saved(trace: Trace) -> list[_Result]:
         for s in trace.storages
         if s.saved_by >= 0 and s.role != "input"
     ]
+
+
+def _bytes(results: Iterable[_Result]) -> int:
+    return sum(result.bytes for result in results)
 
 
 def _exchanged(before: list[_Result], after: list[_Result]) -> tuple[list[_Result], list[_Result]]:
