@@ -45,7 +45,7 @@ from memsize.compile.generated import Origins
 from memsize.compile.kernel_bodies import KernelBody, generating
 from memsize.compile.patterns import applied_where_likely
 from memsize.compile.shortcuts import shortcuts
-from memsize.kernels.semantics import current
+from memsize.kernels.semantics import simulated_release
 from memsize.processes.patches import Patch, Patches, calling, wrapping
 from memsize.spec.stack import Release
 from memsize.units import MiB
@@ -208,12 +208,11 @@ def planning(
         *graphs.patches(),
         *padding(properties, measured),
     ]
-    release = _release()
     try:
         interfaces.update(names)
         common.register_backend_for_device("cuda", PlannedScheduling, PlannedWrapper)
         _forget_properties()
-        with Patches().applied(patches), inductor_config.patch(_SETTINGS), switches_of(release):
+        with Patches().applied(patches), inductor_config.patch(_SETTINGS), switches_of(simulated_release()):
             yield
     finally:
         for registry, entries in zip((interfaces, codegens), before, strict=True):
@@ -300,13 +299,8 @@ triton/backends/nvidia/driver.py of 3.2; torch/_inductor/runtime/benchmarking.py
 
 def flushed(properties: GpuProperties) -> int:
     """The bytes that are written before a kernel is measured, so that none of its operands is in the L2 cache."""
-    release = _release()
+    release = simulated_release()
     return next((size for first, size in _FLUSHED.items() if release and release < first), properties.L2_cache_size)
-
-
-def _release() -> Release | None:
-    """The release of PyTorch that was asked for; None is the installed one."""
-    return semantics.release if (semantics := current()) else None
 
 
 def _hint(size: Any) -> int:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from memsize.cuda import autocast
 from memsize.kernels.rnn import MODES
-from memsize.kernels.semantics import Semantics, current
+from memsize.kernels.semantics import Semantics, current, simulated_release
 from memsize.kernels.tensors import channels_last_format, is_dense_channels_last
 from memsize.known_values.values import constant_of
 from memsize.torch_internals.meta import Kernel, is_meta, key_excluded, overload
@@ -121,8 +121,8 @@ def _rms_norm(tensor: Tensor, shape: Sequence[int], weight: Tensor | None = None
 
 
 def _fuses_rms_norm() -> bool:
-    semantics = current()
-    return semantics is None or semantics.release is None or semantics.release >= _FUSED_RMS_NORM
+    release = simulated_release()
+    return release is None or release >= _FUSED_RMS_NORM
 
 
 class _FusedRMSNorm(torch.autograd.Function):

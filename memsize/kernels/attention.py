@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from memsize.kernels.registry import Temporary, shape_rule, temporaries_of
-from memsize.kernels.semantics import current
+from memsize.kernels.semantics import current, simulated_release
 from memsize.kernels.strides import Shape, permuted
 from memsize.kernels.tensors import Tensor, are_floating, are_plain, empty, like, strided
 
@@ -70,8 +70,8 @@ def _flash_returns(
 
 def _is_packed() -> bool:
     """Whether flash attention takes the sequences of a batch in one row: its first version did, until PyTorch 2.1."""
-    semantics = current()
-    return semantics is not None and semantics.release is not None and semantics.release <= (2, 1)
+    release = simulated_release()
+    return release is not None and release <= (2, 1)
 
 
 @shape_rule("aten::_scaled_dot_product_flash_attention_backward", "aten::_scaled_dot_product_cudnn_attention_backward")

@@ -50,7 +50,7 @@ def _by_chunks(
     of_bias = None if bias is None or not trains[0] else torch.zeros_like(bias, dtype=accumulates_in)
     losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
     counted = target != IGNORED
-    counted.sum()
+    counted.sum()  # a number on the GPU, by which the library divides
     buffer = _logits_buffer(hidden, weight, bias, chunk)
     for start in range(0, tokens, chunk):
         rows = hidden[start : start + chunk]

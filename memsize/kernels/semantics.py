@@ -71,6 +71,11 @@ def current() -> Semantics | None:
     return _thread.semantics
 
 
+def simulated_release() -> tuple[int, int] | None:
+    """The release of PyTorch that this thread simulates; None is the installed one."""
+    return None if _thread.semantics is None else _thread.semantics.release
+
+
 @contextlib.contextmanager
 def switched_on(semantics: Semantics) -> Iterator[None]:
     """While open, the kernels of the key answer this thread's calls as `semantics` says."""

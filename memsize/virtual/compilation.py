@@ -18,7 +18,7 @@ import torch
 
 from memsize.cuda.cuda_semantics import original_lists_of_devices
 from memsize.kernels.attention import compiled_mask
-from memsize.kernels.semantics import current
+from memsize.kernels.semantics import simulated_release
 from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.processes.patches import SuspendablePatches
 from memsize.tracing.overrides import FLEX, Compiles, suspended_overrides
@@ -109,8 +109,7 @@ class Compilation:
             from memsize.compile.backend import Compiler
             from memsize.compile.region import compiling, rules
 
-        semantics = current()
-        self._note(rules(semantics.release if semantics else None))
+        self._note(rules(simulated_release()))
         compiler = self._compiler = Compiler(self._capability, self._note)
         self._regions.enter_context(
             compiling(compiler, Compiles(self._traced, self._suspended, _GPU, self._ledger.inline))

@@ -1,11 +1,7 @@
 """Size of a paged server's KV cache: the memory of a GPU minus weights, the largest step, and memory outside PyTorch.
 
 It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/worker/gpu_worker.py`), less
-what vLLM sets aside for CUDA graphs (`profile_cudagraph_memory` in `vllm/v1/worker/gpu_model_runner.py`, of the second
-model runner in `vllm/v1/worker/gpu/cudagraph_utils.py`): the largest graph of each mode is warmed up on a stream of its
-own, whose segments stay, and recorded into the graphs' pool, which takes the same again. Smaller graphs reuse both:
-they add what the driver keeps of their kernels. The first runner counts each later graph as the second one; the second
-runner measures piecewise graphs, and counts full ones so.
+what vLLM sets aside for CUDA graphs (`graph_memory`).
 """
 
 from __future__ import annotations
@@ -21,7 +17,9 @@ from memsize.analysis.findings.generation import SERVING_RULES, Served
 from memsize.analysis.remedies import Need
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.first_start import benchmark
+from memsize.analysis.serving.graph_memory import graph_memory
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
+from memsize.analysis.serving.logged_memory import logged_memory
 from memsize.analysis.serving.server_remedies import (
     ServedModel,
     arguments_of,
@@ -42,14 +40,14 @@ from memsize.precision.quantization_config import checkpoint_layout, quantizatio
 from memsize.processes.patches import collector_paused
 from memsize.records.columns import distinct
 from memsize.records.fit import Remedied
-from memsize.records.gpu import Card, Interval
+from memsize.records.gpu import Interval
 from memsize.records.serving import ServingReport, ServingRow
 from memsize.records.trace import StoredPart, Trace
 from memsize.spec.generation import KV_BYTES, Generation, ServerArguments, Serving
 from memsize.spec.scenario import Scenario
-from memsize.spec.server_rules import GraphEstimate, GraphSizes, Rules, Version
+from memsize.spec.server_rules import Rules
 from memsize.spec.stack import Stack
-from memsize.units import GiB, KiB, MiB
+from memsize.units import MiB
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
 from memsize.workloads.kv_caches import CachedLayer
 from memsize.workloads.served_parts import (
@@ -69,47 +67,6 @@ from memsize.workloads.serving import (
     text_only,
 )
 
-
-class _Logged(NamedTuple):
-    """Non-torch memory in vLLM's logs in public repositories, since a release, on GPUs of a `generation` or later that
-    capture CUDA graphs (0: all): of one GPU, and on each of several with NVLink or that exchange over PCI Express.
-    """
-
-    since: Version
-    generation: int
-    alone: Interval
-    linked: Interval
-    unlinked: Interval
-
-
-def _gib(low: int, high: int) -> Interval:
-    """Hundredths of a GiB, the digits that logs have."""
-    return Interval(low * GiB // 100, high * GiB // 100)
-
-
-_HOPPER: Final = 9
-_LOGGED: Final = (
-    # Code of PyTorch's libraries and vLLM's own kernels, after the CUDA context: 0.01 to 0.08 GiB, 0.12 to 0.16 on
-    # H100s (vllm-project/vllm#12126). With NVLink NCCL's communicators too, PyTorch's and vLLM's own
-    # (`distributed/device_communicators`), and the buffers of vLLM's all-reduce: 0.93 to 2.15 on sixteen A100s, 2.10 on
-    # eight, 1.38 on two H200s. Without, 0.20 on four RTX 2080 Ti and on sixteen RTX 3090 (#14447), 0.24 on sixteen
-    # RTX 4090, 0.30 on two L40S (#15815), 0.36 on four cards of 44.4 GiB.
-    _Logged((0, 4, 1), 0, _gib(1, 16), _gib(93, 215), _gib(20, 36)),
-    # From after `init_distributed` on (v1/worker/gpu_worker.py): 0.54 and 0.55 on two H100s (llm-d-incubation/
-    # llm-d-planner, docs/empirical-vllm-memory-results.md), 1.38 on two H200s; 0.18 to 0.21 on eight L40S.
-    _Logged((0, 11, 0), 0, _gib(1, 16), _gib(54, 138), _gib(1, 21)),
-    # Graphs are captured while it is measured (`profile_cudagraph_memory`), of which the driver keeps memory: 0.24 to
-    # 0.27 on an H100, 0.46 for Granite, 2.06 to 2.21 on two and four, in 50 starts (jgchn/llm-d-planner, accuracy/
-    # results/v0.19.0). 0.23 on a B200 and a B300, 0.26 on an RTX PRO 6000, 0.95 on four B200, 1.63 on B300s.
-    _Logged((0, 18, 0), 0, _gib(1, 16), _gib(54, 221), _gib(1, 21)),
-    _Logged((0, 18, 0), _HOPPER, _gib(24, 46), _gib(206, 221), _gib(24, 46)),
-    _Logged((0, 18, 0), 10, _gib(1, 27), _gib(95, 221), _gib(1, 27)),
-    # They are captured afterwards.
-    _Logged((0, 27, 0), 0, _gib(1, 16), _gib(54, 221), _gib(1, 21)),
-    _Logged((0, 27, 0), 10, _gib(1, 27), _gib(95, 221), _gib(1, 27)),
-)
-_NVLINK: Final = ("V100", "A100", "H100 80GB", "GH200", "H200", "B200", "B300")
-"""Cards that have NVLink in most servers; an H100 NVL or an RTX 3090 has it where a bridge was added."""
 _WEIGHTS = ("parameter", "buffer")
 _UNSPLIT: Final = 20 * MiB
 _PRODUCTS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -285,13 +242,7 @@ class Server:
         was taken before the weights, and its share of the memory is that of the rest.
         """
         gpu, stack, rules = self.runner.gpu, self._stack(served), served.rules
-        generation = gpu.capability[0] if served.graphs else 0
-        *_, entry = (entry for entry in _LOGGED if entry.since <= rules.version and entry.generation <= generation)
-        linked = entry.linked if any(name in gpu.name for name in _NVLINK) else entry.unlinked
-        logged = linked if served.tp > 1 else entry.alone
-        exchange = Interval(0, 0)
-        if served.tp > 1:
-            exchange = Interval(max(linked.low - entry.alone.high, 0), linked.high - entry.alone.low)
+        logged, exchange = logged_memory(gpu, served)
         code = code_of_libraries(gpu, stack, profile.ops)
         free = Interval(profile.slack, profile.slack + profile.free)
         context = cuda_context(gpu, stack, ()) if rules.outside == "all" or not rules.profiles else Interval(0, 0)
@@ -458,45 +409,3 @@ def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None
     hidden = has_states(config) and not any(layer.states for layer in layers)
     if hidden or any(layer.kind == STATE and not layer.states for layer in layers):
         raise InputError(f"{name} keeps states in a form of its own: of those a paged server's blocks are not known")
-
-
-_OF_LAYER: Final[dict[tuple[int, GraphEstimate], Interval]] = {
-    (0, "extrapolated"): Interval(88 * KiB, 224 * KiB),
-    (0, "measured"): Interval(128 * KiB, 184 * KiB),
-    (_HOPPER, "extrapolated"): Interval(128 * KiB, 224 * KiB),
-    (_HOPPER, "measured"): Interval(0, 88 * KiB),
-    (10, "extrapolated"): Interval(0, 112 * KiB),
-    (10, "measured"): Interval(0, 88 * KiB),
-}
-"""What the driver keeps of one layer in one graph, before Hopper (0), on it, and since: the ends of about twenty public
-logs, of 0.5 to 31 B parameters on one GPU, whose memory of CUDA graphs is divided so after two pools; on Hopper those
-of 22 starts of vLLM 0.19 (jgchn/llm-d-planner, accuracy/results/v0.19.0), after the larger of pool and parts.
-"""
-_OF_OTHER_LAYER: Final = 512 * KiB
-"""The most of a layer with latent attention (341 KiB there) or that GPUs share (512: Llama-3.1-8B on two)."""
-_SPLITS: Final = 32
-"""FlashAttention 3 on Hopper divides a sequence into so many parts (`flash_attn_max_num_splits_for_cuda_graph`)."""
-
-
-def graph_memory(
-    config: Any, captured: GraphSizes, kind: GraphEstimate, pool: Interval, card: Card, tp: int = 1
-) -> Interval:
-    """Return the estimate for a model with the `config` of one GPU's part; `pool` are the segments of a step of the
-    largest captured size. Each graph that is not measured counts 1 MiB or more: each full one (`_MIN_PER_GRAPH_BYTES`),
-    and where the second is extrapolated all but the first of each mode, of which the larger counts.
-    """
-    generation, parts = card.capability[0], 0
-    of_layer = _OF_LAYER[max(since for since, _ in _OF_LAYER if since <= generation), kind]
-    layers = (captured.piecewise + captured.full) * config.num_hidden_layers
-    counted = captured.full if kind == "measured" else captured.piecewise - 1 + captured.full - 1
-    if generation == _HOPPER:
-        latent = getattr(config, "kv_lora_rank", None)
-        width = latent or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        # Results of parts, in float32 (`out_accum` in hopper/flash_api.cpp).
-        parts = _SPLITS * captured.largest_full * config.num_attention_heads * width * 4
-        if kind == "extrapolated" and (latent or tp > 1):
-            of_layer = Interval(of_layer.low, _OF_OTHER_LAYER)
-    least, most = (max(counted * MiB, layers * size) for size in of_layer)
-    if generation == _HOPPER and kind == "extrapolated":
-        return Interval(max(pool.low, parts) + least, max(pool.high, parts) + most)
-    return Interval(pool.low + parts + least, 2 * (pool.high + parts) + most)

@@ -26,6 +26,7 @@ from memsize.processes.user_code import is_library
 from memsize.virtual.packages import (
     apex,
     bitsandbytes,
+    bitsandbytes_optimizers,
     flash_attn,
     flash_attn_3,
     inference_servers,
@@ -53,6 +54,7 @@ _MODULES: Final[Mapping[str, Mapping[str, Any]]] = {
     **liger.MODULES,
     **apex.MODULES,
     **bitsandbytes.MODULES,
+    **bitsandbytes_optimizers.MODULES,
     **xformers.MODULES,
     **inference_servers.MODULES,
 }
