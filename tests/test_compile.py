@@ -429,7 +429,7 @@ def test_a_model_that_comes_with_compiled_parts_is_shown_compiled_so() -> None:
     totals_by_name = {result.name: result.totals for result in report.scenario_results}
     one, compiled = 8 * 32 * 64 * 4, totals_by_name["as-given+compile"]
     assert compiled and compiled.saved_bytes == (3 + 5) * one
-    assert any(note == "compiled as the model comes: 0" for note in report.remarks)
+    assert any(note == "scenarios with +compile compile what the model compiles itself: 0" for note in report.remarks)
     step = memsize.trace(model, input_size=(32, 64), batch_size=8, optimizer="sgd")
     assert totals(step.trace).saved_bytes == (3 + 5) * one
     assert "fp32" in totals_by_name and not isinstance(model[0], Gelus)

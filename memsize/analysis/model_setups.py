@@ -41,7 +41,7 @@ _LATE = "the forward registers {}: the model is shown as it is after a first for
 _SCRIPTED = "TorchScript hides calls of its layers: their outputs and saved tensors are in the row of {}"
 _QUANTIZED = "its config says that weights are quantized ({}): as-given stores and runs them that way"
 _UNQUANTIZED = "its config says that weights are quantized ({}): they are shown unquantized"
-_COMES_COMPILED = "compiled as the model comes: {}"
+_COMES_COMPILED = "scenarios with +compile compile what the model compiles itself: {}"
 _UNCOMPILED = (
     "torch.compile is ignored in scenarios without +compile: --compile (compile=True) shows what it changes in each"
 )

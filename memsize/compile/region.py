@@ -351,9 +351,8 @@ def compiled_model(
         run.note(rules(run.setup.gpu.stack.release))
         for module in modules:
             call = module._call_impl
-            if trace_rules.check(
-                module.forward
-            ):  # PyTorch's own, such as that of nn.Sequential: Dynamo skips its frame
+            # Dynamo skips a frame of PyTorch's own, such as that of nn.Sequential.
+            if trace_rules.check(module.forward):
                 call = wrap_inline(call)
             vars(module)["_call_impl"] = _collected(torch.compile(call, mode=mode))
         try:
