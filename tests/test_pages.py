@@ -367,6 +367,7 @@ def test_columns_can_be_left_out_and_added(chromium: Any, tmp_path: Path) -> Non
 def test_the_treemap_zooms_and_leads_to_the_rows(chromium: Any, tmp_path: Path) -> None:
     with opened(chromium, tmp_path, records.toy_report()) as page:
         view = page.locator("#layers .treemap")
+        view.locator("g.leaf").first.wait_for(state="attached")
         leaves = view.locator("g.leaf").evaluate_all("all => all.map(each => [each.dataset.path, +each.dataset.value])")
         # 8,400, 1,350,500, 4,501,000 and 3,364,001 parameters of 4 bytes; the first is too small to be seen.
         assert dict(leaves).items() <= {
@@ -389,6 +390,7 @@ def test_layers_that_hold_the_same_are_one_area(chromium: Any, tmp_path: Path) -
     """Four layers with a buffer of 16 KiB each; their weights have two dtypes in turn, so that no three are alike."""
     with opened(chromium, tmp_path, records.deep_report()) as page:
         view = page.locator("#layers .treemap")
+        view.locator("g.leaf").first.wait_for(state="attached")
         view.get_by_role("button", name="buffers").click()
         areas = view.locator("g.leaf").evaluate_all("all => all.map(e => [e.textContent, +e.dataset.value])")
         assert [size for _, size in areas] == [4 * 4096 * 4]
@@ -452,9 +454,9 @@ def test_a_snapshot_shows_its_moment_and_the_calls_behind_it(chromium: Any, tmp_
     with opened(chromium, tmp_path, memsize.explain(written(tmp_path / "s.pickle", gpu))) as page:
         assert page.get_by_role("slider").get_attribute("aria-valuenow") == "3"  # the event before the failure
         page.get_by_role("button", name="Lines and calls").click()
-        areas = page.locator(".moment .areas:visible g.leaf").evaluate_all(
-            "all => all.map(e => [e.dataset.path, +e.dataset.value])"
-        )
+        leaves = page.locator(".moment .areas:visible g.leaf")
+        leaves.first.wait_for(state="attached")  # areas are drawn once their width is known
+        areas = leaves.evaluate_all("all => all.map(e => [e.dataset.path, +e.dataset.value])")
         assert dict(areas) == {"train.py:9 main \u203a net.py:12 forward": 10 * MiB, "train.py:5 main": 6 * MiB}
 
 
