@@ -307,6 +307,31 @@ def test_a_report_names_the_base_that_leaves_layers() -> None:
     assert finding.bytes == 2 * 3 * 2 * WIDTH  # the norms in bfloat16, no adapter
 
 
+def test_adapters_are_no_part_that_was_not_converted() -> None:
+    """A model in bfloat16 is whole, though peft has its adapters in float32."""
+    reports = [memsize.report(Net().bfloat16(), (WIDTH,), lora="r=4", scenarios="bf16", base=b) for b in (None, "nf4")]
+    assert not any(finding.code == "mixed-dtypes" for report in reports for finding in report.why())
+
+
+def test_no_base_takes_the_head_of_a_language_model() -> None:
+    """As transformers loads it: torchao's fp8 leaves heads alone there too, and a tied one stays tied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert "lm_head" in get_keys_to_not_convert(model)
+    trace = memsize.report(model, "input_ids=8:int64", base="fp8", scenarios="bf16").trace
+    # Four products of attention and three of the MLP, a byte an element and four a row; embedding and norms in float32.
+    products = 4 * 64 * 64 + 3 * 64 * 96 + 4 * (4 * 64 + 2 * 96 + 64)
+    assert sum(t.bytes for t in trace.tensors if t.kind == "parameter" and not t.tied_to) == products + 4 * (
+        1000 * 64 + 3 * 64
+    )
+    assert next(t for t in trace.tensors if t.name == "lm_head.weight").tied_to == "model.embed_tokens.weight"
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -335,7 +335,12 @@ def test_the_command_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
         ("sweep a.toml --lora r=8", "no such option '--lora': write lora = … in the file (memsize sweep --help)"),
         (
             "serve m.py:Net --lora r=8",
-            "no such option '--lora': it is one of memsize report, timeline, fit, generate (memsize serve --help)",
+            "no such option '--lora': memsize report, timeline, fit and generate have it (memsize serve --help)",
+        ),
+        ("serve m.py:Net --base nf4", "no such option '--base': did you mean --scenario? (memsize serve --help)"),
+        (
+            "fit m.py:Net --load-in-4bit",
+            "no such option '--load-in-4bit': did you mean --base nf4? (memsize fit --help)",
         ),
         ("sweep a.toml --zzz", "no such option '--zzz' (memsize sweep --help)"),
         (

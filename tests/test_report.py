@@ -179,6 +179,21 @@ def test_a_report_says_why_a_gpu_keeps_the_scores_of_bfloat16() -> None:
     assert finding.text().startswith("Under bf16, ") and "GiB at the limit are attention scores: " in finding.text()
 
 
+def test_a_report_is_silent_on_scores_of_a_scenario_that_it_does_not_show() -> None:
+    """Grouped heads have a fused kernel in bfloat16, none in float32, which only serves as the baseline here."""
+
+    class Grouped(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            return nn.functional.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)
+
+    def scenarios(asked: str) -> list[object]:
+        report = memsize.report(Grouped(), (128, 64), gpu="a100", train="sgd", scenarios=asked)
+        return [finding.values["names"] for finding in report.why() if finding.code == "unfused-attention"]
+
+    assert (scenarios("bf16"), scenarios("fp32,bf16")) == ([], [("fp32",)])
+
+
 def test_the_default_scenarios_leave_out_as_given_where_it_is_fp32() -> None:
     names = [r.name for r in memsize.report(models.Small(), (3, 32, 32), batch_size=2).scenario_results]
     assert names == ["fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", "int8-weight"]

@@ -23,7 +23,7 @@ from memsize.errors import ForwardError, InputError, ScenarioError, exits_caught
 from memsize.loading.building import wanted_inputs
 from memsize.model.experts import active_parameters
 from memsize.model.meta_copy import in_mode
-from memsize.precision.quantized import BASE
+from memsize.precision.quantized import BASE, is_adapter
 from memsize.precision.recipes import floating_dtype
 from memsize.processes.ctrl_c import found_kept
 from memsize.processes.patches import collector_paused
@@ -176,6 +176,8 @@ class ReportBuilder:
             runs=runs,
             skipped_layers={result.name: layers[result.name] for result in shown_results if result.name in layers},
             base=vars(self.runner.model).get(BASE, ""),
+            hidden=frozenset(runs) - {result.name for result in shown_results},
+            adapters=frozenset(path for path, module in self.runner.model.named_modules() if is_adapter(module)),
             readings=parts.readings,
             peaks={result.name: result.training for result in shown_results if result.training},
             inference={result.name: result.inference for result in shown_results if result.inference},

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from memsize.errors import ExitError, InputError, MemsizeError, exits_caught
 from memsize.loading.target import parse_target
 from memsize.spec.model_request import ModelRequest
-from memsize.spec.training import parse_base
 from memsize.spec.vary import Lengths
 
 if TYPE_CHECKING:
@@ -170,12 +169,12 @@ def _notes(model: nn.Module, subject: ModelRequest) -> tuple[str, ...]:
     if subject.base is None and subject.imbalance == 1:
         return tuple(notes)
     from memsize.model.experts import expert_parameters
-    from memsize.precision.layouts import LAYOUTS
+    from memsize.precision.layouts import base_layout
 
     experts, fused = expert_parameters(model)
     if subject.imbalance != 1 and not experts:
         notes.append("no experts were recognized in the model: imbalance only affects choices by top-k, argmax or sort")
-    if subject.base is not None and fused and not LAYOUTS[parse_base(subject.base)].experts:
+    if subject.base is not None and fused and not base_layout(subject.base).experts:
         notes.append(
             f"{subject.base} converts linear layers only: the experts' weights, {fused:,} parameters, stay as the "
             "scenario has them; mxfp4 and nvfp4 convert them too"

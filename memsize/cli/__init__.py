@@ -178,15 +178,19 @@ def _without_torch(arguments: Sequence[str], session: Session) -> int:
 
 
 _OTHER_NAMES = {
+    "--base": "--scenario",
     "--bs": "--batch-size",
     "--context": "--seq-len",
     "--dtype": "--scenario",
     "--guidance-scale": "--arg guidance_scale=3.5",
     "--height": "--arg height=1024",
+    "--load-in-4bit": "--base nf4",
+    "--load-in-8bit": "--base int8",
     "--model": "--against",
     "--optim": "--train",
     "--optimizer": "--train",
     "--precision": "--scenario",
+    "--qlora": "--lora r=16 --base nf4",
     "--quantization": "--scenario",
     "--shape": "--input",
     "--vram": "--budget",
@@ -221,7 +225,9 @@ def _elsewhere(flag: str, context: click.Context) -> str:
     having = [name for name, command in commands.items() if command and any(flag in p.opts for p in command.params)]
     if having and context.info_name in ("sweep", "check"):
         return f": write {flag.lstrip('-').replace('-', '_')} = … in the file"
-    return f": it is one of memsize {', '.join(having)}" if having else ""
+    *others, last = having or [""]
+    both = f"{', '.join(others)} and {last} have" if others else f"{last} has"
+    return f": memsize {both} it" if having else ""
 
 
 def _bug(error: Exception, session: Session) -> str:

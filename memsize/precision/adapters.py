@@ -20,9 +20,9 @@ from memsize.errors import InputError, MemsizeError, UnknownInputError, first_li
 from memsize.loading.hubs import quiet
 from memsize.loading.library_imports import torchvision_importable
 from memsize.model.meta_copy import MetaCopier
-from memsize.precision.layouts import LAYOUTS
+from memsize.precision.layouts import base_layout
 from memsize.precision.quantized import ADAPTER, BASE, WHOLE, converts, is_adapter, is_unpacked
-from memsize.spec.training import ADAPTER_OPTIONS, BASES, PEFT_CONFIGS, Adapter, TrainedParts, matches, parse_base
+from memsize.spec.training import ADAPTER_OPTIONS, BASES, PEFT_CONFIGS, Adapter, TrainedParts, matches
 
 _PROJECTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 """The output projection of an attention module, which reads the weight and calls no forward."""
@@ -37,11 +37,11 @@ def with_trained_parts(model: nn.Module, parts: TrainedParts) -> nn.Module:
     for pattern in parts.freeze:
         _freeze_matching(copied, pattern)
     if parts.base is not None:
-        if not converts(copied, LAYOUTS[parse_base(parts.base)]):
-            others = [name for name in BASES if converts(copied, LAYOUTS[parse_base(name)])]
+        if not converts(copied, base_layout(parts.base)):
+            others = [name for name in BASES if converts(copied, base_layout(name))]
             instead = f"choose from {', '.join(others)}" if others else "no other format is for its layers either"
             raise InputError(f"no layer of the model can be stored as {parts.base}: {instead}")
-        vars(copied)[BASE] = parse_base(parts.base)
+        vars(copied)[BASE] = parts.base
     if parts.adapter is not None:
         add_adapters(copied, parts.adapter)
     return copied

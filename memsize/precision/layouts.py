@@ -32,6 +32,7 @@ from typing import Literal
 import torch
 
 from memsize.records.trace import StoredPart, TensorSpec
+from memsize.spec.training import parse_base
 
 Shape = tuple[int, ...]
 Parts = tuple[StoredPart, ...]
@@ -208,3 +209,10 @@ _TABLE = (
 )  # fmt: skip
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _TABLE}
+
+
+def base_layout(name: str) -> Layout:
+    """The layout of a frozen base in the format `name`. Each quantizer of transformers leaves the head alone by default
+    (5.23, `quantizers/base.py`: `get_keys_to_not_convert`), torchao's too.
+    """
+    return replace(LAYOUTS[parse_base(name)], heads=False)

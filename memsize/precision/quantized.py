@@ -81,7 +81,7 @@ ADAPTER: Final = "_memsize_adapter"
 WHOLE: Final = "_memsize_trained_whole"
 """Set on modules that are trained in full beside adapters, and on their originals: no base takes them."""
 BASE: Final = "_memsize_base"
-"""Set on a model whose linear layers every scenario stores under this layout."""
+"""Set on a model whose linear layers every scenario stores as this format of a base."""
 
 
 def is_adapter(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from memsize.cuda.autocast import autocast_region
 from memsize.errors import ScenarioError, first_line
 from memsize.known_values.toeplitz import cast
 from memsize.model.input_tensors import cast_floating
-from memsize.precision.layouts import LAYOUTS
+from memsize.precision.layouts import LAYOUTS, base_layout
 from memsize.precision.quantization_config import CHECKPOINT, quantization_of
 from memsize.precision.quantized import (
     BASE,
@@ -87,7 +87,7 @@ def apply_scenario(model: nn.Module, scenario: Scenario) -> Recipe:
     autocast = partial(autocast_region, _dtype(scenario.autocast)) if scenario.autocast else nullcontext
     stored = quantization_of(model) if scenario.recipe == "as-given" else None
     if base:
-        return _stored_as(model, scenario, apply_layout(model, LAYOUTS[base]), autocast)
+        return _stored_as(model, scenario, apply_layout(model, base_layout(base)), autocast)
     if stored:
         return _stored_as(model, scenario, apply_layout(model, stored.layout, stored.skipped), autocast)
     is_cast = scenario.dtype is not None and scenario.recipe in ("cast", "autocast")

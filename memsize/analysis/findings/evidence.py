@@ -35,7 +35,8 @@ class Evidence:
     """`as_given` is the run of the model as it is; `runs` the scenarios that apply, by name.
 
     `skipped_layers` maps each quantized scenario to the modules that it leaves alone, with the reasons; `base` is the
-    format in which each of them stores the linear layers, if that was asked. `crossover` compares what fp32 (first) and
+    format in which each of them stores the linear layers, if that was asked. `hidden` are those of `runs` that are
+    compared with but not shown, and `adapters` the paths of adapters. `crossover` compares what fp32 (first) and
     `amp` (second) keep from one batch size to the next. `buckets` are the bytes of the gradient buckets of distributed
     training (None without it), and whether the gradients lie in them. `peaks` are those of training, `inference` those
     of one forward, by scenario, both on `gpu`; `untrained` says why a scenario has no training. Where the training is
@@ -46,6 +47,8 @@ class Evidence:
     runs: Mapping[str, Trace] = field(default_factory=dict)
     skipped_layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     base: str = ""
+    hidden: frozenset[str] = frozenset()
+    adapters: frozenset[str] = frozenset()
     readings: tuple[ToolReport, ...] = ()
     crossover: Crossover | None = None
     peaks: Mapping[str, GpuEstimate] = field(default_factory=dict)

@@ -31,6 +31,8 @@ def unfused_attention(evidence: Evidence) -> Iterator[Finding]:
         return
     capability, sizes_by_reason = card(evidence.gpu).capability, dict[str, dict[str, int]]()
     for name, trace in evidence.runs.items():
+        if name in evidence.hidden:
+            continue
         size, dtypes = attention_scores(trace, lambda _, storage: storage.saved_by >= 0)
         if size > SCORES_FROM * totals(trace).saved_bytes:
             sizes_by_reason.setdefault(no_fused_kernel(capability, dtypes), {})[name] = size
@@ -50,7 +52,7 @@ def attention_findings(when: str, sizes_by_reason: Mapping[str, Mapping[str, int
 def mixed_dtypes(evidence: Evidence) -> Iterator[Finding]:
     floats: dict[str, list[StoredTensor]] = {}
     for tensor in evidence.parameters:
-        if tensor.spec.dtype in FLOATS and not tensor.parts:
+        if tensor.spec.dtype in FLOATS and not tensor.parts and tensor.layer not in evidence.adapters:
             floats.setdefault(tensor.spec.dtype, []).append(tensor)
     if len(floats) < 2:
         return
