@@ -224,6 +224,19 @@ _ALL: Final = (
         "cudnn-9.1",
         "NeuroNetGen_scripts/CNN/cnn.py",
     ),
+    Source(
+        "gpumemnet/transformers",
+        "transformers, whole steps",
+        "random encoders, whole trainings with Adam",
+        "https://github.com/itu-rad/GPUMemNet, Datasets/Transformers, rows at seven places of the file",
+        "A100 40GB",
+        "torch=2.4,cuda=12.1,loading=eager",
+        "device",
+        MiB,
+        "medium",
+        "the stack",
+        script="NeuroNetGen_scripts/Transformer/transformer.py",
+    ),
 )
 
 _ISSUES: Final = "https://github.com/vllm-project/vllm/issues"

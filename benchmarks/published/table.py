@@ -29,7 +29,10 @@ _OUTSIDE: Final = ("device", "outside")
 _LISTED: Final = "gpumemnet/convolutional"
 """Some of the networks whose errors are kept."""
 _ROUNDING: Final = 1e-6
-_NON_TORCH: Final = "outside PyTorch, in vLLM's logs"
+_WHOLE_CARDS: Final = {
+    "outside": "outside PyTorch, in vLLM's logs",
+    "device": "GPUMemNet's transformers, A100 40GB",
+}
 _ORDER: Final = get_args(Kind)
 _ELSEWHERE: Final = {
     "gpumemnet": ("GPUMemNet's perceptrons", "device", "A100 40GB", "medium"),
@@ -193,7 +196,8 @@ def devices() -> str:
             found.setdefault(f"{title}, {gpu}", []).append((_covered(gap.outside), gap.width))
     for row in compared():
         if row.row.figure in _OUTSIDE and row.row.source.name != _LISTED:
-            found.setdefault(_NON_TORCH, []).append((_covered(row.outside), row.interval.high - row.interval.low))
+            title = _WHOLE_CARDS[row.row.figure]
+            found.setdefault(title, []).append((_covered(row.outside), row.interval.high - row.interval.low))
     found["all"] = [one for family in found.values() for one in family]
     lines = []
     for title, family in found.items():

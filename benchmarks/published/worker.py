@@ -26,9 +26,10 @@ RECIPES = {
     "video": "video_checkpoints",
     "pipelines": "quantized_pipelines",
     "peft": "image_adapters",
-    "gpumemnet": "random_networks",
+    "gpumemnet/convolutional": "random_networks",
+    "gpumemnet/transformers": "random_transformers",
 }
-"""The recipe of sources by the first part of their name; the rest are the attention tables."""
+"""The recipe of sources by their name, or by its first part; the rest are the attention tables."""
 
 
 def predict(row: Row) -> tuple[int, int, int]:
@@ -40,7 +41,8 @@ def predict(row: Row) -> tuple[int, int, int]:
 
         size, least, most = (round(figure * row.unit) for figure in serving.predict(row))
         return size, least, most
-    recipe = importlib.import_module(f"benchmarks.published.recipes.{RECIPES.get(family, 'attention_tables')}")
+    name = RECIPES.get(row.source.name) or RECIPES.get(family, "attention_tables")
+    recipe = importlib.import_module(f"benchmarks.published.recipes.{name}")
     step = recipe.predict(row)
     if isinstance(step, int):
         return step, step, step
