@@ -71,6 +71,22 @@ def test_an_op_that_returns_a_list_runs_out_as_any_other(tmp_path: Path, capsys:
     assert {role: size for role, size in answer.peak.roles.items() if size > MiB} == expected
 
 
+@pytest.mark.parametrize(
+    ("mebibytes", "segment"), [(1, "2.00 MiB"), (2, "20.00 MiB"), (9, "20.00 MiB"), (11, "12.00 MiB")]
+)
+def test_an_error_names_the_segment_that_pytorch_asks_the_driver_for(mebibytes: int, segment: str) -> None:
+    """Small blocks come in segments of 2 MiB, those below 10 MiB in segments of 20, others in whole multiples of 2."""
+    with memsize.virtual_gpu("t4"):
+        free, total = torch.cuda.mem_get_info()
+        whole = torch.empty(free // (2 * MiB) * 2 * MiB, dtype=torch.uint8, device="cuda")
+        left = free - whole.nbytes
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            torch.empty(mebibytes * MiB, dtype=torch.uint8, device="cuda")
+    assert f"Tried to allocate {segment}. GPU 0" in str(error.value)
+    assert f"this process has {(total - left) / 2**30:.2f} GiB memory in use. Of the" in str(error.value)
+    assert f"{whole.nbytes / 2**30:.2f} GiB is allocated by PyTorch, and 0 bytes is reserved" in str(error.value)
+
+
 @pytest.mark.parametrize("collects", [True, False])
 def test_what_a_failed_op_has_made_is_gone(collects: bool, request: pytest.FixtureRequest) -> None:
     """Of four sums of 4 GiB beside as many tensors of which each is a view of one, three fit the card.

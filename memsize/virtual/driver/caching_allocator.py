@@ -147,15 +147,20 @@ class DeviceMemory:
         self._count_rests(pool, _rests_after_taking(pool, block))
 
     def _out_of_memory(self, request: int) -> str:
-        """Return PyTorch's message for a `request` that fails (c10/cuda/CUDACachingAllocator.cpp)."""
+        """Return PyTorch's message for a `request` that fails (c10/cuda/CUDACachingAllocator.cpp).
+
+        It names the segment that PyTorch asks the driver for.
+        """
         reserved = self._allocator.memory.reserved * BLOCK
+        free, segment = self._free_beside(reserved), self.config.segment_size(self.config.block_size(request))
         allocated = self._stats["allocated_bytes", "all"].current
         share = "" if self.allowed is None else f"{_in_its_words(self.allowed)} allowed; "
         return (
-            f"CUDA out of memory. Tried to allocate {_in_its_words(request)}. GPU 0 has a total capacity of "
-            f"{_in_its_words(self.total)} of which {_in_its_words(self._free_beside(reserved))} is free. {share}Of the "
-            f"allocated memory {_in_its_words(allocated)} is allocated by PyTorch, and "
-            f"{_in_its_words(reserved - allocated)} is reserved by PyTorch but unallocated."
+            f"CUDA out of memory. Tried to allocate {_in_its_words(segment)}. GPU 0 has a total capacity of "
+            f"{_in_its_words(self.total)} of which {_in_its_words(free)} is free. Including non-PyTorch memory, this "
+            f"process has {_in_its_words(self.total - free)} memory in use. {share}Of the allocated memory "
+            f"{_in_its_words(allocated)} is allocated by PyTorch, and {_in_its_words(reserved - allocated)} is reserved "
+            "by PyTorch but unallocated."
         )
 
     def _count_rests(self, pool: Pool, change: tuple[int, int]) -> None:
