@@ -17,6 +17,7 @@
     report.save("run.memsize"); memsize.load("run.memsize")     # the same answer later, without the model
     memsize.verify(model, (3, 64, 64), train="adamw")    # on a machine with a GPU: compare the prediction with it
     memsize.explain("snapshot.pickle")                   # what was alive on that GPU, from a memory snapshot
+    memsize.explain("train.log")                         # what it held, from an out-of-memory error alone
 
 Importing memsize does not import torch; the first report does.
 """

@@ -27,6 +27,7 @@ from memsize.errors import (
 from memsize.interrupt import Interrupted as Interrupted
 from memsize.records.check import Check as Check
 from memsize.records.comparison import Comparison as Comparison
+from memsize.records.error import OutOfMemoryReport as OutOfMemoryReport
 from memsize.records.explanation import Explanation as Explanation
 from memsize.records.finding import Finding as Finding
 from memsize.records.fit import Fit as Fit
@@ -103,7 +104,7 @@ def explain(
     *,
     against: Any = None,
     device: int | None = None,
-) -> Explanation: ...
+) -> Explanation | OutOfMemoryReport: ...
 def fit(
     model: nn.Module | str | PathLike[str] | ModelRequest,
     input_size: str | Sequence[Any] | InputSpec | Any = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memsize.analysis.explain import error_text as error_text, explanation as explanation
 from memsize.analysis.findings import (
     generation as generation,
     layout as layout,

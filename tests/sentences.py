@@ -48,6 +48,8 @@ _VALUES = {
     "sample": "unit",
     "Training under fp32": "what",
     "7 processes": "others",
+    "4321": "processes",
+    "1 to 10 MiB": "tensor",
     "13 differ in shape": "problems",
     "net.py:Net": "model cell targets target",
     "torchinfo": "tool",
@@ -80,7 +82,7 @@ def codes(module: str) -> list[str]:
 def _makes_findings(function: ast.FunctionDef) -> bool:
     calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
     names = {call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls}
-    return bool(names & {"Finding", "_about", "_copied", "rule"})
+    return bool(names & {"Finding", "_about", "_copied", "out_of_memory", "rule"})
 
 
 def _entry(rule: ast.stmt) -> Iterator[str]:

@@ -471,7 +471,7 @@ class Calls:
 
 BAD: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "ends within its first bytes|it is not a pickle"),
-    "text": (b"hello", "it is not a pickle"),
+    "text": (b"hello", "is neither a memory snapshot of torch"),
     "code": (pickle.dumps({"segments": [Calls()]}), "its pickle names .*system. Nothing was run"),
     "a class": (pickle.dumps({"segments": Path("/")}), "its pickle names pathlib"),
     "a number": (pickle.dumps(3), "it holds a int"),
@@ -483,7 +483,10 @@ BAD: dict[str, tuple[bytes, str]] = {
     "traces of numbers": (pickle.dumps({"segments": [], "device_traces": [7]}), "a int where a list should be"),
     "nothing at all": (pickle.dumps({"segments": [], "device_traces": []}), "has nothing on GPU 0"),
     "cut off": (pickle.dumps({"segments": [{"total_size": 4}]})[:-5], "cannot be read"),
-    "a checkpoint": (b"PK\x03\x04" + bytes(40), "it is not a pickle"),
+    "a checkpoint": (
+        b"PK\x03\x04" + bytes(40),
+        "is neither a memory snapshot of torch",
+    ),
 }
 
 

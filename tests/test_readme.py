@@ -2,10 +2,10 @@
 
 On each page, ``console`` blocks run in a terminal of 100 columns (the README's has 40 lines), then the ``python``
 blocks, in their order, in one interpreter. A ``text`` block shows what the ``python`` block before it prints, and a
-``python`` block that begins with ``# name.py`` is that file instead. All run in a folder with `notebooks/model.py`,
-`benchmarks/resnet.py` and a checkpoint, `last.pt`. The output must be what is shown, line by line; a line ``…`` stands
-for any number of lines. ``sh`` and ``py`` blocks are not run, because they need a network, a GPU or a model of the
-reader's, but every `memsize` command in them is parsed.
+block that begins with ``# name.py`` or ``# name.log`` is that file instead. All run in a folder with
+`notebooks/model.py`, `benchmarks/resnet.py` and a checkpoint, `last.pt`. The output must be what is shown, line by
+line; a line ``…`` stands for any number of lines. ``sh`` and ``py`` blocks are not run, because they need a network, a
+GPU or a model of the reader's, but every `memsize` command in them is parsed.
 
 The pages run with the thorough tests, but for the examples in `SLOW`, which run with ``-m slow``.
 `MEMSIZE_GOLDEN=write pytest tests/test_readme.py -m ""` writes the output into the pages; review the difference.
@@ -39,7 +39,7 @@ from tests.fits import fit
 from tests.models import DEFAULT, SCENARIOS, Toy
 from tests.process import Session
 from tests.records import COLUMNS
-from tests.rules import RANK_RULES, generation, program, report_rules
+from tests.rules import RANK_RULES, error_text, explanation, generation, program, report_rules
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -49,7 +49,7 @@ WIDTH = 100
 HEIGHT, TALL = 40, 1000
 """Lines of the terminal that the README shows, and of the one that the other pages do: room for everything."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILE = re.compile(r"# (\w+\.(?:py|toml))\n")
+FILE = re.compile(r"# (\w+\.(?:py|toml|log))\n")
 MARK = "--- end of a block ---"
 
 
@@ -88,7 +88,7 @@ def printed(page: Path, found: list[Example], folder: Path, python: list[str]) -
         shutil.copy(ROOT / name, folder / name)
     torch.save(Toy().half().state_dict(), folder / "last.pt")
     for kind, text in blocks(page):
-        if kind in ("python", "toml") and (name := FILE.match(text)):
+        if kind in ("python", "toml", "text") and (name := FILE.match(text)):
             (folder / name[1]).write_text(text, encoding="utf-8")
     height = HEIGHT if page == README else TALL
     (folder / "bin").mkdir()
@@ -314,7 +314,7 @@ def test_every_finding_is_documented() -> None:
         *sentences.codes("analysis/findings/after_steps"),
     ]
     assert quoted(rows("run_gpus.md", "Findings"), 0) == [*RANK_RULES.codes]
-    assert quoted(rows("explain.md", "Findings"), 0) == sentences.codes("analysis/explain/explanation")
+    assert quoted(rows("explain.md", "Findings"), 0) == [*error_text.RULES.codes, *explanation.RULES.codes]
     page = text_of(DOCS / "findings.md")
     # A page that says "in this order" means it.
     of_two = sentences.codes("analysis/compare")

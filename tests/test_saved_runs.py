@@ -91,6 +91,7 @@ SAVED_KINDS = sorted(DOCUMENTS - {"timeline"} | {"step"})
 """All kinds of answers; a timeline is saved as the step that it is drawn from."""
 READERS = {
     "checkpoint": "checkpoint",
+    "error": "explain",
     "explanation": "explain",
     "fit": "fit",
     "generation": "generate",

@@ -258,11 +258,14 @@ def load(path: str | os.PathLike[str]) -> Any:
     return read_run(path, lambda kind: SAVED_KINDS[kind].record_type if kind in SAVED_KINDS else None)
 
 
-def load_kind(path: str | os.PathLike[str], *kinds: str) -> Any:
-    """The answer in a saved run of one of these kinds; raises `InputError` also where it is of another."""
+def load_kind(path: str | os.PathLike[str], kind: str) -> Any:
+    """The answer in a saved run of this kind, or another that the same command returns; raises `InputError` also where
+    another command returns it.
+    """
     answer = load(path)
-    if answer.kind not in kinds:
-        raise InputError(f"{path} holds a {answer.kind}: {KINDS[answer.kind].reader}")
+    if KINDS[answer.kind].command != KINDS[kind].command:
+        article = "an" if answer.kind[0] in "aeiou" else "a"
+        raise InputError(f"{path} holds {article} {answer.kind}: {KINDS[answer.kind].reader}")
     return answer
 
 

@@ -35,6 +35,7 @@ from memsize.spec.requests import DiffRequest, ReportRequest
 if TYPE_CHECKING:
     from memsize.checkpoints.checkpoint_report import CheckpointReport
     from memsize.records.comparison import Comparison
+    from memsize.records.error import OutOfMemoryReport
     from memsize.records.explanation import Explanation
 
 
@@ -62,16 +63,23 @@ def checkpoint(request: CheckpointRequest) -> CheckpointReport:
 
 
 @takes(ExplainRequest)
-def explain(request: ExplainRequest) -> Explanation:
+def explain(request: ExplainRequest) -> Explanation | OutOfMemoryReport:
     """Explain a memory snapshot of a real GPU: what was alive, where it was allocated, and whether fragmentation is to
-    blame.
+    blame; or PyTorch's out-of-memory error in a text, such as a log: what the GPU held, and what would have helped.
 
-    `snapshot` is a file that `torch.cuda.memory._dump_snapshot` wrote. It is explained at the moment when memory ran
-    out, else at the peak of its history. `against` may also be an answer of `run`, `trace` or `report(train=…)`.
+    `snapshot` is a file that `torch.cuda.memory._dump_snapshot` wrote, or the text (``"-"``: stdin). A snapshot is
+    explained at the moment when memory ran out, else at the peak of its history. `against`, for a snapshot alone, may
+    also be an answer of `run`, `trace` or `report(train=…)`.
 
-    Raises `InputError` for a file that is no snapshot or is damaged, and for a saved run that predicts no peak.
+    Raises `InputError` for a file that is neither or is damaged, and for a saved run that predicts no peak.
     """
+    from memsize.analysis.explain.error_text import explain_errors, is_snapshot
     from memsize.analysis.explain.explanation import explain as explained
+
+    if not is_snapshot(request.snapshot):
+        if request.against is not None:
+            raise InputError("--against compares with a snapshot: a text of errors has too few figures")
+        return explain_errors(request.snapshot, request.device)
 
     against = request.against
     if isinstance(against, (str, os.PathLike)):

@@ -32,7 +32,7 @@ _QUESTIONS = {
     "What happens on a GPU, and when?": {
         "run": "Run your own script on a GPU you don't have.",
         "timeline": "Show live memory over a training step.",
-        "explain": "Explain a memory snapshot of a real GPU, as after an out-of-memory error.",
+        "explain": "Explain an out-of-memory error, from its message or a memory snapshot of a real GPU.",
         "watch": "Watch a job on this machine's GPU, beside its prediction.",
     },
     "Will it fit?": {

@@ -110,21 +110,26 @@ def _is_run(side: str) -> bool:
     formats=WITH_CALLS,
     epilog="""\b
     Examples:
+      memsize explain train.log
+      python train.py 2>&1 | memsize explain -
       memsize explain snapshot.pickle
       memsize explain oom.pickle --against run.memsize
       memsize explain after.pickle --against before.pickle
       memsize explain snapshot.pickle -o snapshot.html
 
     \b
-    To record one:
+    To record a snapshot:
       torch.cuda.memory._record_memory_history(max_entries=100000)
       ... your program ...
       torch.cuda.memory._dump_snapshot("snapshot.pickle")
     """,
 )
 def explain(request: ExplainRequest, output: Destination) -> None:
-    """Show what was alive in FILE, a snapshot by torch.cuda.memory._dump_snapshot: what it was for, the lines that made
-    it, and what was free in pieces. Nothing in the file is run.
+    """Show what FILE says about a real GPU that ran out of memory.
+
+    A text with PyTorch's error, such as a log (- reads stdin), says what the GPU held and what would have helped. A
+    snapshot by torch.cuda.memory._dump_snapshot also says what was alive, what it was for, and which lines made it.
+    Nothing in the file is run.
     """
     answer(output, "explanation", request.snapshot, ask=lambda api, _: api.explain(request))
 

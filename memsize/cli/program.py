@@ -59,7 +59,7 @@ def run(request: RunRequest, output: Destination) -> int:
             raise InputError(f"{program} is a saved run, which takes no arguments: write {arguments[0]} before it")
         from memsize.analysis.step import load_kind
 
-        _answer(load_kind(program, ProgramRun.kind, RankRuns.kind), output)
+        _answer(load_kind(program, ProgramRun.kind), output)
         return 0
     _check_started(program, request.module)
     if isinstance(request.rank, int):

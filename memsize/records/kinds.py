@@ -74,6 +74,7 @@ _ENTRIES: Final = (
     AnswerKind(
         "explanation", "records.explanation:Explanation", "explanation:ExplanationDocument", "explain", "explain"
     ),
+    AnswerKind("error", "records.error:OutOfMemoryReport", "error:ErrorDocument", "explain", "explain"),
     AnswerKind("why", "records.answer:FindingList", "comparison:WhyDocument", saved=False),
 )
 

@@ -144,7 +144,7 @@ class CheckpointRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainRequest:
-    """An explanation of a memory snapshot of a real GPU."""
+    """An explanation of an out-of-memory error or a memory snapshot of a real GPU."""
 
     snapshot: _Path = option(REQUIRED, "", positional=True, kind="path", metavar="FILE")
     against: Any = option(

@@ -251,14 +251,7 @@ def _what_happened(explanation: Explanation) -> Iterator[Finding]:
     failed, line = explanation.failed, explanation.line
     values = sizes(requested=explanation.requested, reserved=explanation.reserved_then) | {"line": line}
     if failed is not None:
-        text = (
-            "Out of memory{at}: PyTorch requested {bytes} and {free} were free on the GPU. Tensors held {requested} of "
-            "the {reserved} that PyTorch had reserved."
-        )
-        text += " This was the last of {times} failed requests." if failed.times > 1 else ""
-        values |= {"at": f" at {failed.line}" if failed.line else ""}
-        values |= sizes(bytes=failed.bytes, free=failed.free) | {"times": failed.times}
-        yield Finding("snapshot-out-of-memory", text, values, bytes=failed.bytes)
+        yield out_of_memory("snapshot-out-of-memory", failed, values)
     elif explanation.moment == "peak":
         text = "At the peak{at}, tensors held {requested} of {reserved} reserved; {left} were alive at the end."
         values |= {"at": f", at {line}" if line else "", "left": Bytes(explanation.reserved.requested)}
@@ -267,6 +260,21 @@ def _what_happened(explanation: Explanation) -> Iterator[Finding]:
         before = ", the most so far" if explanation.entries else ""
         text = f"Tensors held {{requested}} of {{reserved}} reserved when the snapshot was taken{before}."
         yield Finding("snapshot-end", text, values, bytes=explanation.requested)
+
+
+def out_of_memory(code: str, failed: FailedRequest, values: dict[str, object]) -> Finding:
+    """The finding `code` about a request that failed; `values` has the bytes ``requested`` by tensors and
+    ``reserved``.
+    """
+    text = (
+        "Out of memory{at}: PyTorch requested {bytes} and {free} were free on the GPU. Tensors held {requested} of the "
+        "{reserved} that PyTorch had reserved."
+    )
+    text = text if failed.free else text.replace("{free} were", "nothing was")
+    text += " This was the last of {times} failed requests." if failed.times > 1 else ""
+    values |= {"at": f" at {failed.line}" if failed.line else "", "times": failed.times}
+    values |= sizes(bytes=failed.bytes, free=failed.free)
+    return Finding(code, text, values, bytes=failed.bytes)
 
 
 @RULES.rule("snapshot-mostly")

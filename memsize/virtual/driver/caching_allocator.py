@@ -159,8 +159,8 @@ class DeviceMemory:
             f"CUDA out of memory. Tried to allocate {_in_its_words(segment)}. GPU 0 has a total capacity of "
             f"{_in_its_words(self.total)} of which {_in_its_words(free)} is free. Including non-PyTorch memory, this "
             f"process has {_in_its_words(self.total - free)} memory in use. {share}Of the allocated memory "
-            f"{_in_its_words(allocated)} is allocated by PyTorch, and {_in_its_words(reserved - allocated)} is reserved "
-            "by PyTorch but unallocated."
+            f"{_in_its_words(allocated)} is allocated by PyTorch, and {_in_its_words(reserved - allocated)} is "
+            "reserved by PyTorch but unallocated."
         )
 
     def _count_rests(self, pool: Pool, change: tuple[int, int]) -> None:
