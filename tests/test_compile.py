@@ -757,7 +757,6 @@ torch.compiler.reset()
 """
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="its compiler selects a GPU by its driver")
 def test_compiled_code_names_its_gpu_and_asks_for_its_properties() -> None:
     """What is there already is not copied; a warp has 32 threads."""
     asking = 'up(x.cuda()).to("cuda") * torch.cuda.get_device_properties("cuda").warp_size'
@@ -768,6 +767,23 @@ def test_compiled_code_names_its_gpu_and_asks_for_its_properties() -> None:
     )
     assert [event.delta for event in named.events] == [event.delta for event in plain.events]
     assert named.notes == plain.notes
+
+
+REMEMBERED = """
+import torch
+from torch._dynamo.device_interface import CudaInterface
+torch.compile(lambda x: x.sin())(torch.ones(4, device="cuda"))
+assert CudaInterface.Worker.get_device_properties(0).multi_processor_count == {}
+"""
+
+
+def test_the_compiler_asks_for_the_gpu_of_the_run() -> None:
+    """PyTorch remembers a process's GPUs, and so those of runs before. A T4 has 40 multiprocessors, an A100 108."""
+    for gpu, count in (("t4", 40), ("a100", 108)):
+        run_script(REMEMBERED.format(count), gpu=gpu)
+    from torch._dynamo.device_interface import caching_worker_device_properties
+
+    assert not caching_worker_device_properties
 
 
 LAUNCHED = """

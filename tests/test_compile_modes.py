@@ -287,7 +287,6 @@ def test_several_gpus_compile_as_a_script_does(parallel: str, model: str, tmp_pa
     assert eager > compiled == run.peak.requested
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="its compiler cannot trace a pipeline's stage")
 def test_compiled_stages_of_a_pipeline_need_less(tmp_path: Path) -> None:
     """The last of two stages has one block and one microbatch under way at a time. It keeps the results of the first
     product and of cos, and not those of exp and sin: 512 x 8192 floats less, and a microbatch's result of 2 MiB more.

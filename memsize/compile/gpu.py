@@ -38,6 +38,7 @@ from torch._inductor.pattern_matcher import PatternMatcherPass
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
+from torch.utils import _triton
 
 from memsize.compile.cuda_graphs import CudaGraphs
 from memsize.compile.devices import GpuProperties
@@ -211,19 +212,22 @@ def planning(
     try:
         interfaces.update(names)
         common.register_backend_for_device("cuda", PlannedScheduling, PlannedWrapper)
-        _forget_properties()
+        forget_device()
         with Patches().applied(patches), inductor_config.patch(_SETTINGS), switches_of(simulated_release()):
             yield
     finally:
         for registry, entries in zip((interfaces, codegens), before, strict=True):
             registry.clear()
             registry.update(entries)
-        _forget_properties()
+        forget_device()
 
 
-def _forget_properties() -> None:
-    DeviceProperties.create.cache_clear()
-    CacheBase.get_system.cache_clear()
+def forget_device() -> None:
+    """Clear the caches of PyTorch's answers about the GPU: what Triton has for it, how large it is."""
+    cached = (DeviceProperties.create, CacheBase.get_system, utils.get_gpu_type, utils.is_big_gpu)
+    for function in (*cached, *vars(_triton).values()):
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 _SETTINGS: Final = {

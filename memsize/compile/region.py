@@ -20,15 +20,16 @@ from typing import Any, Final
 
 import torch
 import torch._dynamo as dynamo
-from torch._dynamo import compiled_autograd, trace_rules
+from torch._dynamo import compiled_autograd, device_interface, trace_rules
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.types import ConvertFrameReturn
-from torch._dynamo.variables import TensorVariable, UnspecializedNNModuleVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable, UnspecializedNNModuleVariable
 from torch._dynamo.variables.ctx_manager import CUDADeviceVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter
 from torch.optim import Optimizer, optimizer
@@ -38,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memsize.compile.backend import Compiler
 from memsize.compile.devices import CPU, META
 from memsize.compile.generated import running_ledger
-from memsize.compile.gpu import lacking
+from memsize.compile.gpu import forget_device, lacking
 from memsize.compile.shortcuts import tracing_shortcuts
 from memsize.device.cards import DeviceProperties
 from memsize.processes.patches import Patch, assigned, calling, wrapping
@@ -64,16 +65,13 @@ _SKIPPED: Final = [
 ]
 
 
-_EXCHANGES: Final = {"_exchange_fn", "_maybe_exchange_fn"} & vars(CUDADeviceVariable).keys()
-"""Select a GPU in a graph (`with torch.cuda.device(…)`), which allocates on that of its inputs; not in 2.11."""
-
-
 @contextmanager
 def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None]:
     """While open, `torch.compile` compiles with `compiler`; afterwards nothing of it is left."""
     trace_rules.SKIP_DIRS.extend(_SKIPPED)
     trace_rules._recompile_re()
     dynamo.utils.common_constant_types.add(DeviceProperties)
+    forget_device()
     patches: list[Patch] = [
         wrapping(CatchErrorsWrapper, "__call__", _traced),
         wrapping(CheckFunctionManager, "__init__", _guarding),
@@ -84,13 +82,18 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         (TensorVariable, "specialize", staticmethod(calling(_specialized, TensorVariable.specialize))),
         wrapping(dynamo.utils, "run_node", _run_on_stand_ins),
         wrapping(Interpreter, "call_function", _call_on_stand_ins),
+        wrapping(Interpreter, "call_method", _call_on_stand_ins),
         wrapping(UnspecializedNNModuleVariable, "call_function", _inlined),
         wrapping(OptimizerVariable, "call_method", _grouped),
         wrapping(torch._TorchCompileInductorWrapper, "__call__", _compiled, compiler),
         wrapping(dynamo, "optimize", _optimized),
         wrapping(torch._C._autograd, "_saved_tensors_hooks_disable", _disabled_for_others),
         (compiled_autograd, "_enable", contextmanager(partial(_backward_by_graph, compiler))),
-        *((CUDADeviceVariable, name, staticmethod(lambda device: device)) for name in _EXCHANGES),
+        # `with torch.cuda.device(…)` in a graph, which allocates on the GPU of its inputs
+        (CUDADeviceVariable, "enter", lambda *_: ConstantVariable.create(None)),
+        (CUDADeviceVariable, "exit", lambda *_: ConstantVariable.create(False)),
+        (device_interface, "caching_worker_device_properties", {}),
+        (device_interface, "caching_worker_current_devices", {}),
         *tracing_shortcuts(),
     ]
     try:
@@ -107,6 +110,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         dynamo.utils.common_constant_types.discard(DeviceProperties)
         del trace_rules.SKIP_DIRS[-len(_SKIPPED) :]
         trace_rules._recompile_re()
+        forget_device()
         dynamo.reset()
 
 
@@ -244,8 +248,13 @@ def _run_on_stand_ins(original: Callable[..., Any], tracer: Any, node: Any, args
 
 
 def _call_on_stand_ins(original: Callable[..., Any], runner: Any, target: Any, args: Any, kwargs: Any) -> Any:
-    """The same of a function in a graph inside another, as that of an autograd.Function."""
-    return original(runner, target, args, _on_meta(kwargs))
+    """The same of a function in a graph inside another, as that of an autograd.Function; and make fakes of the tensors
+    that `new_tensor` makes there, as it does on a GPU: 2.11 expects them.
+    """
+    result, mode = original(runner, target, args, _on_meta(kwargs)), active_fake_mode()
+    if mode is not None and type(result) is torch.Tensor and result.is_meta:
+        return mode.from_tensor(result)
+    return result
 
 
 def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
