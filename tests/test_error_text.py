@@ -86,7 +86,9 @@ def test_the_memory_by_its_use(tmp_path: Path) -> None:
         "Out of memory at net.py:12: PyTorch requested 2.00 GiB and 1.00 GiB were free on the GPU. Tensors held 20.0 "
         "GiB of the 22.5 GiB that PyTorch had reserved."
     )
-    assert second.startswith("Fragmentation is the cause: 2.50 GiB are free inside reserved segments, but no block has")
+    assert second.startswith(
+        "Fragmentation is the cause: 2.50 GiB are free inside reserved segments, but in pieces that"
+    )
     assert report.failed.function == "forward" and report.failed.stage == "forward"
     assert report.notes == (
         "memsize run --gpu rtx3090 train.py shows what is alive there, and the batch that fits, without a GPU",
@@ -137,7 +139,7 @@ def test_another_process_that_takes_the_room(tmp_path: Path) -> None:
     )
     report = explained(message(request="4.00 GiB", uses=uses, tensors="8.00 GiB", pieces="1.00 GiB"), tmp_path)
     text = next(finding.text() for finding in report.findings if finding.code == "error-other-processes")
-    assert text == "Other processes hold 13.0 GiB of the GPU, without which the request would fit: 7."
+    assert text == "Other processes (7) hold 13.0 GiB of the GPU; without them the request would fit."
 
 
 def test_the_pools_of_cuda_graphs_are_no_tensors(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from memsize import files
 from memsize.analysis.explain.explanation import out_of_memory
 from memsize.analysis.explain.history import summarize
 from memsize.analysis.explain.snapshot_file import Frame, Stack
+from memsize.device.allocator_config import SMALL_SEGMENT
 from memsize.device.cards import CARDS
 from memsize.errors import InputError
 from memsize.printable import printable
@@ -216,7 +217,7 @@ def _next_step(stack: Stack, total: int) -> str:
 RULES: Final = Rules[OutOfMemoryReport]()
 _WORTH_TELLING: Final = 0.05
 """The part of the GPU from which on something is told."""
-_SEGMENTS: Final = {2 * MiB: "up to 1 MiB", 20 * MiB: "1 to 10 MiB"}
+_SEGMENTS: Final = {SMALL_SEGMENT: "up to 1 MiB", 20 * MiB: "1 to 10 MiB"}
 """The segments that PyTorch reserves for small blocks, and the sizes of these (c10/core/AllocatorConfig.h)."""
 
 
@@ -250,14 +251,14 @@ def _fragmentation(report: OutOfMemoryReport) -> Iterator[Finding]:
     wanted, room = report.failed.bytes, report.failed.free
     if report.allowed is not None:
         room = min(room, max(report.allowed - report.reserved, 0))
-    if room >= wanted:
+    if room >= wanted or wanted == SMALL_SEGMENT:  # small tensors use no pieces of large blocks
         return
     short = wanted - room - report.pieces
     values = sizes(free=report.pieces, wanted=wanted, short=short)
     if short <= 0:
         text = (
-            "Fragmentation is the cause: {free} are free inside reserved segments, but no block has the {wanted} of "
-            "the request in one piece. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets PyTorch use them."
+            "Fragmentation is the cause: {free} are free inside reserved segments, but in pieces that are too small. "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets PyTorch use them."
         )
         yield Finding("error-fragmented", text, values, bytes=report.pieces)
     else:
@@ -280,9 +281,9 @@ def _other_processes(report: OutOfMemoryReport) -> Iterator[Finding]:
     if unseen > of_others:
         text = "Processes that PyTorch cannot see hold {unseen} of the GPU: those of other containers or users."
     elif of_others >= short > 0:
-        text = "Other processes hold {others} of the GPU, without which the request would fit: {processes}."
+        text = "Other processes ({processes}) hold {others} of the GPU; without them the request would fit."
     else:
-        text = "Other processes hold {others} of the GPU: {processes}."
+        text = "Other processes ({processes}) hold {others} of the GPU."
     yield Finding("error-other-processes", text, values, bytes=max(of_others, unseen))
 
 
