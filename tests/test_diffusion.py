@@ -114,6 +114,8 @@ def test_options_of_a_generation(folder: Path) -> None:
     assert layers["unet.conv_in"].calls == 3
     with pytest.raises(memsize.MemsizeError, match="guidance_scale"):
         memsize.report(f"diffusers:{folder}?guidance_scal=1")
+    with pytest.raises(memsize.MemsizeError, match="has no option 'offload': known: prompt, height"):
+        memsize.report(f"diffusers:{folder}?offload=model")
 
 
 def test_phases_of_a_generation(folder: Path) -> None:
@@ -268,6 +270,45 @@ def test_a_scheduler_that_computes_with_numpy(tmp_path: Path, folder: Path) -> N
     (tmp_path / "euler" / "model_index.json").write_text(json.dumps(index))
     report = memsize.report(f"diffusers:{tmp_path / 'euler'}?steps=3", batch_size=1, scenarios="as-given")
     assert {layer.path: layer.calls for layer in report.trace.layers}["unet"] == 3
+
+
+def test_the_timestep_of_a_clip_is_on_the_gpu(tmp_path: Path) -> None:
+    """CogVideoX embeds it as the pipeline passes it: nothing there is mixed with tensors of the CPU."""
+    text = transformers.T5Config(d_model=WIDTH, d_ff=64, d_kv=8, num_layers=1, num_heads=4, vocab_size=100)
+    text.save_pretrained(tmp_path / "text_encoder")
+    size = {"sample_width": 8, "sample_height": 8, "sample_frames": 5, "max_text_seq_length": 8}
+    sizes = size | {"num_attention_heads": 2, "attention_head_dim": 16, "text_embed_dim": WIDTH, "num_layers": 1}
+    diffusers.CogVideoXTransformer3DModel(**sizes, time_embed_dim=16).save_config(tmp_path / "transformer")
+    diffusers.AutoencoderKLCogVideoX(
+        block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4, sample_height=64, sample_width=64
+    ).save_config(tmp_path / "vae")
+    diffusers.CogVideoXDDIMScheduler().save_config(tmp_path / "scheduler")
+    index = {
+        "_class_name": "CogVideoXPipeline",
+        "scheduler": ["diffusers", "CogVideoXDDIMScheduler"],
+        "text_encoder": ["transformers", "T5EncoderModel"],
+        "tokenizer": ["transformers", "T5Tokenizer"],
+        "transformer": ["diffusers", "CogVideoXTransformer3DModel"],
+        "vae": ["diffusers", "AutoencoderKLCogVideoX"],
+    }
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    target = f"diffusers:{tmp_path}?num_frames=5&height=64&width=64&max_sequence_length=8"
+    report = memsize.report(target, batch_size=1, scenarios="as-given")
+    assert not [note for note in report.notes if "makes a tensor on the CPU" in note]
+    assert {layer.path: layer.calls for layer in report.trace.layers}["transformer"] == 2
+    (tmp_path / "scheduler" / "scheduler_config.json").unlink()
+    with pytest.raises(memsize.MemsizeError, match=r"^cannot read .*scheduler_config.json: No such file or directory$"):
+        memsize.report(target)
+
+
+def test_a_generation_that_is_too_large_names_what_to_try(folder: Path) -> None:
+    report = memsize.generate(f"diffusers:{folder}?height=8192&width=8192", gpu="t4", scenarios="fp16")
+    short, peak, phases = document(report).verdict()[:3]
+    assert "does not fit on Tesla T4: it runs out of memory in the denoising" in short.text()
+    assert peak.text().startswith("With enough memory, inference in fp16 peaks at ")
+    assert phases.in_brief().endswith(
+        ": enable_model_cpu_offload() frees them. memsize fit tries that, and tiling and slicing in the autoencoder."
+    )
 
 
 def test_a_pipeline_of_the_hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,7 +300,10 @@ def remedy_tables(remedied: Remedied | None, about: str) -> tuple[Table, ...]:
     fields = REMEDY_FIELDS.only("name", "outcome", "peak", "saved", "cost")
     ran = [row for row in remedied.rows if row.outcome != "not here"]
     ran.sort(key=lambda row: (("fits", "saves", "no help").index(row.outcome), row.changes == "training"))
-    others = (row for row in remedied.rows if row.outcome == "not here")
-    remarks = tuple(Remark(row.name, "not here", first_line(row.reason or "")) for row in others)
+    names: dict[str, list[str]] = {}
+    for row in remedied.rows:
+        if row.outcome == "not here":
+            names.setdefault(first_line(row.reason or ""), []).append(row.name)
+    remarks = tuple(Remark(", ".join(those), "not applicable", reason) for reason, those in names.items())
     caption = f"Remedies for {about}, each run by itself"
     return (Table.of("remedies", "What would make it fit", fields, ran, caption=caption, remarks=remarks),)

@@ -75,6 +75,9 @@ def pipeline_phases(evidence: Evidence) -> Iterator[Finding]:
     values: dict[str, object] = {f"phase{number}": phase.phase for number, phase in enumerate(phases)}
     values |= {"highest": highest.phase} | sizes(others=highest.other_weights)
     values |= sizes(**{f"peak{number}": phase.requested for number, phase in enumerate(phases)})
+    if evidence.inference[name].shortage:
+        brief = f"{brief}{advice} memsize fit tries that, and tiling and slicing in the autoencoder."
+        advice = ""
     yield Finding("pipeline-phases", brief + advice, values, bytes=highest.requested, brief=brief)
 
 
@@ -102,8 +105,10 @@ def _peak(
     lowest = "" if name in best else f" {{best}} peak{'s' * (len(best) == 1)} lowest, at {{least}}."
     largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
     shares = ", ".join(f"{noun(role)} {{r{number}}}" for number, (role, _) in enumerate(largest))
-    fits = "fits" if peak.shortage is None else "does not fit" if peak.shortage.certain else "may not fit"
-    brief = f"{what} in {{name}} {fits} on {{gpu}}: it peaks at {{requested}}{among}, in the {{where}}.{lowest}"
+    brief = f"{what} in {{name}} fits on {{gpu}}: it peaks"
+    if peak.shortage:  # `does_not_fit` says where it ends
+        brief = f"With enough memory, {what[:1].lower()}{what[1:]} in {{name}} peaks"
+    brief += f" at {{requested}}{among}, in the {{where}}.{lowest}"
     return Finding(
         code,
         f"{brief} The peak is mostly {shares}. {advice}".rstrip(),

@@ -51,6 +51,7 @@ class Pipeline(nn.Module):
         super().__init__()
         for name, module in parts.items():
             self.add_module(name, module)
+            module.register_forward_pre_hook(_with_timestep, with_kwargs=True)
         self.kind, self.others, self.options = kind, dict(others), dict(options)
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -63,6 +64,13 @@ class Pipeline(nn.Module):
         pipeline.set_progress_bar_config(disable=True)
         with quiet():
             return pipeline(prompt=[""] * len(prompts), output_type="pt", return_dict=False, **self.options)[0]
+
+
+def _with_timestep(part: nn.Module, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Pass the timestep to a part on its own device, where a pipeline's schedule is; ours stays on the host."""
+    if isinstance(timestep := options.get("timestep"), Tensor):
+        options["timestep"] = timestep.to(next(part.parameters()).device)
+    return arguments, options
 
 
 def _scheduler(kind: Any, config: Mapping[str, Any]) -> Any:
@@ -170,7 +178,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         data = read_config(path)
     except (OSError, ValueError) as error:
-        raise TargetError(f"cannot read {path}: {error}") from error
+        raise TargetError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
     return data if isinstance(data, dict) else {}
 
 
@@ -249,7 +257,7 @@ def _options(kind: Any, arguments: dict[str, Any], label: str) -> dict[str, Any]
     for short, long in (("steps", "num_inference_steps"), ("guidance", "guidance_scale")):
         if short in arguments:
             arguments[long] = arguments.pop(short)
-    names = (*inspect.signature(kind.__call__).parameters, "tiling", "slicing")
+    _, *names = (*inspect.signature(kind.__call__).parameters, "tiling", "slicing")
     for name in arguments:
         if name not in names:
             raise unknown_name(label, name, names, "option")
