@@ -180,6 +180,7 @@ def _without_torch(arguments: Sequence[str], session: Session) -> int:
 _OTHER_NAMES = {
     "--base": "--scenario",
     "--bs": "--batch-size",
+    "--capacity-factor": "--imbalance",
     "--context": "--seq-len",
     "--dtype": "--scenario",
     "--guidance-scale": "--arg guidance_scale=3.5",

@@ -65,8 +65,7 @@ def inference_peak(evidence: Evidence) -> Iterator[Finding]:
 def pipeline_phases(evidence: Evidence) -> Iterator[Finding]:
     """The peak of each phase of a pipeline's generation, and what offloading its parts would leave of the highest."""
     name = _first(evidence.inference)
-    phases = evidence.inference[name].phases if name else ()
-    if not phases:
+    if name is None or not (phases := evidence.inference[name].phases):
         return
     peaks = [f"{{phase{number}}} {{peak{number}}}" for number, _ in enumerate(phases)]
     brief = f"Peak of each phase: {', '.join(peaks)}."
