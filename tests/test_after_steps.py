@@ -91,6 +91,26 @@ def test_an_evaluation_that_keeps_nothing_does_not_grow(tmp_path: Path) -> None:
     assert run.after is not None and run.after.per_batch == 0 and not sentence(run, "run-evaluation-grows")
 
 
+@pytest.mark.parametrize("mode", ["torch.no_grad()", "torch.inference_mode()", "torch.enable_grad()"])
+def test_an_evaluation_with_gradients_keeps_a_graph_for_nothing(mode: str, tmp_path: Path) -> None:
+    """The second layer saves what the ReLU returns to 64 × 128 samples: 256 numbers for each."""
+    forward = "model(x.cuda().repeat(64, 1))"
+    evaluation = EVALUATION.replace("torch.no_grad()", mode).replace("answers.append(model(x.cuda()))", forward)
+    run = ran(tmp_path, TRAINING + evaluation, "1000", "8")
+    kept = mode == "torch.enable_grad()"
+    assert run.after is not None and run.after.evaluation is not None
+    assert (run.after.graph, run.after.graph_line) == ((64 * 128 * 256 * 4, "train.py:21") if kept else (0, None))
+    text = sentence(run, "run-evaluation-with-gradients")
+    assert bool(text) == kept and (not kept or "are activations for a backward that never comes, made at" in text)
+
+
+def test_a_model_that_trains_in_eval_mode_is_not_evaluated_by_its_next_step(tmp_path: Path) -> None:
+    """As from_pretrained leaves it, in a loop that never calls train()."""
+    script = TRAINING.replace("optimizer = torch", "model.eval()\n    optimizer = torch")
+    run = ran(tmp_path, script, "1000", "8")
+    assert run.after is None or run.after.evaluation is None
+
+
 def test_memory_that_runs_out_in_an_evaluation_says_that_training_fits(tmp_path: Path) -> None:
     huge = EVALUATION.replace("model(x.cuda())", "model(x.cuda().repeat(20_000, 1))")
     run = ran(tmp_path, TRAINING + huge, "1000", "50")

@@ -834,7 +834,7 @@ def test_a_share_of_the_card_is_a_bound() -> None:
         torch.cuda.set_per_process_memory_fraction(0.5)
         assert torch.cuda.get_per_process_memory_fraction() == 0.5
         kept = torch.empty(7 * 2**30, dtype=torch.uint8, device="cuda")
-        with pytest.raises(torch.OutOfMemoryError, match=r"is free\. 7\.28 GiB allowed; Of the allocated memory"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"memory in use\. 7\.28 GiB allowed; Of the allocated memory"):
             torch.empty(2**30, dtype=torch.uint8, device="cuda")
         assert program.refused[0].free == card("t4").bytes // 2 - kept.nbytes
 

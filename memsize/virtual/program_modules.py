@@ -47,15 +47,17 @@ class Root:
         self.inputs: tuple[InputTensor, ...] = ()
         self.trained = False
         """Whether its first forward in gradient mode is over: tables show that one."""
+        self.was_training = False
+        """Whether it was called in gradient mode while its `training` was set: without, it is evaluated then."""
         self.called = False
 
 
 class ProgramCalls(ModuleCallRecorder):
     """The calls of every module that works on the GPU; `before_forward` is called before each one of a root, with
-    whether it trains.
+    whether it trains. It returns whether the steps are over.
     """
 
-    def __init__(self, ledger: VirtualLedger, before_forward: Callable[[bool], None]) -> None:
+    def __init__(self, ledger: VirtualLedger, before_forward: Callable[[bool], bool]) -> None:
         super().__init__(None, ledger)
         ledger.counts = False
         ledger.differentiated = self._differentiated
@@ -143,17 +145,19 @@ class ProgramCalls(ModuleCallRecorder):
         root = self.roots[self.root_of[index]]
         if not root.has_weights:
             return self._call_module(module, index, call, args, kwargs)
-        self._before_forward(torch.is_grad_enabled() and module.training)
+        grad = torch.is_grad_enabled()
+        is_over = self._before_forward(grad and module.training)
         for tensor in arguments_in((args, kwargs)):
             self.ledger.mark(tensor, "input")
-        grad = torch.is_grad_enabled()
+        root.was_training = root.was_training or (grad and module.training)
+        evaluates = not grad or (is_over and root.was_training and not module.training)
         self.ledger.counts = not root.trained
         if grad and root.called and not root.trained:
             for layer, seen in enumerate(self.seen):
                 if self.roots[self.root_of[layer]] is root:
                     seen.calls, seen.inputs, seen.outputs = 0, [], []
                     self.ledger.multiply_adds.pop(layer, None)
-        with self._forward(grad):
+        with self._forward(evaluates):
             result = self._call_module(module, index, call, args, kwargs)
             if not root.trained:
                 self.ledger.forget_released()
@@ -177,14 +181,14 @@ class ProgramCalls(ModuleCallRecorder):
         return result
 
     @contextmanager
-    def _forward(self, grad: bool) -> Iterator[None]:
+    def _forward(self, evaluates: bool) -> Iterator[None]:
         """A forward in its phase, after which comes that of code around it."""
-        name = AROUND if grad else "evaluation"
+        name = "evaluation" if evaluates else AROUND
         clock = self.ledger.clock
         current, _ = split_phase(clock.phases[clock.phase])
         if current != name and current in (AROUND, "evaluation", "forward"):
             clock.phase = clock.index(name)
-        with clock.during("forward" if grad else "evaluation"):
+        with clock.during("evaluation" if evaluates else "forward"):
             yield
 
     def _inline(self, module: nn.Module) -> None:
@@ -200,7 +204,7 @@ class ProgramCalls(ModuleCallRecorder):
             yield
             return
         self._before_forward(grad)
-        with self._forward(grad):
+        with self._forward(not grad):
             yield
 
     def _differentiated(self) -> None:

@@ -98,14 +98,17 @@ class AfterSteps:
 
     # -- when to stop -------------------------------------------------------------------------------------------------
 
-    def before_forward(self, training: bool) -> None:
-        """Stop the program at the first forward of `training` after its steps, or after too many without gradients."""
+    def before_forward(self, training: bool) -> bool:
+        """Stop the program at the first forward of `training` after its steps, or after too many others. Return whether
+        the steps are over.
+        """
         if not self._steps.over:
-            return
+            return False
         self._begin()
         self._forwards += [] if training else [len(self._ledger.events)]
         if not self._goes_on or (training and not self._steps_to_come) or len(self._forwards) > _MOST_FORWARDS:
             self._stop()
+        return True
 
     def before_step(self) -> None:
         """Stop the program at the first optimizer step after all those that were asked for."""
@@ -168,7 +171,14 @@ class AfterSteps:
         collecting = [levels[i - 1] for numbers in self.checkpoints for i in numbers if 0 < i <= len(levels)]
         if not (evaluating or collecting or self.failure) or not end:
             return None
-        record = Record(max(levels[:end]), max(evaluating, default=None), max(collecting, default=None))
+        graph, graph_line = _graph(trace, levels, end)
+        record = Record(
+            max(levels[:end]),
+            max(evaluating, default=None),
+            max(collecting, default=None),
+            graph=graph,
+            graph_line=graph_line,
+        )
         if (error := self.failure) is not None:
             failure = f"{type(error).__name__}: {first_line(error)}"
             record = record._replace(failure=failure, failed_at=failing_line(error))
@@ -266,6 +276,23 @@ def _by_end_of_epoch(error: BaseException) -> bool:
 
 def _is_evaluation(trace: Trace, index: int) -> bool:
     return split_phase(trace.phases[trace.events[index].phase])[0] == "evaluation"
+
+
+def _graph(trace: Trace, levels: Sequence[int], end: int) -> tuple[int, str | None]:
+    """The activations at the peak of an evaluation after event `end`, and the line that made most of them; none where a
+    backward follows, which uses them.
+    """
+    evaluating = [index for index in range(end, len(levels)) if _is_evaluation(trace, index)]
+    phases = {trace.events[index].phase for index in range(end, len(levels))}
+    if not evaluating or any(split_phase(trace.phases[phase])[0] == "backward" for phase in phases):
+        return 0, None
+    peak = max(evaluating, key=levels.__getitem__)
+    born = {event.storage: index for index, event in enumerate(trace.events) if event.delta > 0}
+    sizes = Counter[str | None]()
+    for storage, size in alive(trace, peak).items():
+        if trace.storages[storage].role == "activation" and born[storage] >= end:
+            sizes[trace.line_of(storage)] += size
+    return sizes.total(), max(sizes, key=sizes.__getitem__, default=None)
 
 
 def _each_leaves_some(trace: Trace, levels: Sequence[int], marks: Sequence[int]) -> bool:

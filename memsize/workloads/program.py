@@ -242,10 +242,11 @@ class Program:
         self._checkpointing = self._checkpointing or self.checkpointing.without_match or switched_on(self.calls.seen)
         self.after.before_step()
 
-    def _before_forward(self, training: bool = True) -> None:
-        self.after.before_forward(training)
+    def _before_forward(self, training: bool = True) -> bool:
+        is_over = self.after.before_forward(training)
         if self.ledger.clock.step == 0:
             self.ledger.begin_step(1)
+        return is_over
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

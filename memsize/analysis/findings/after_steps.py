@@ -58,6 +58,20 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
     yield Finding("run-evaluation-grows", verdict or f"{text}. {remedy}", values, bytes=whole, brief=verdict)
 
 
+@AFTER_RULES.rule("run-evaluation-with-gradients")
+def _with_gradients(run: ProgramRun) -> Iterator[Finding]:
+    """Activations that an evaluation keeps for a backward that never comes."""
+    after = run.after
+    if after is not None and after.graph >= _SMALL * (after.evaluation or 0) and after.graph:
+        text = (
+            "The evaluation runs with gradients enabled, so {graph} of its {evaluation} at the peak are activations "
+            "for a backward that never comes" + (", made at {line}" if after.graph_line else "")
+        )
+        text += ". Run it under torch.no_grad() or torch.inference_mode()."
+        values = sizes(graph=after.graph, evaluation=after.evaluation) | {"line": after.graph_line}
+        yield Finding("run-evaluation-with-gradients", text, values, bytes=after.graph, brief=text)
+
+
 def _remedy(after: AfterSteps) -> str:
     if _TRAINER in (after.line or ""):
         return "Set eval_accumulation_steps=1 in TrainingArguments to move them to the CPU"
