@@ -937,6 +937,41 @@ def test_blackwell_multiplies_nvfp4_in_a_workspace(config: Callable[..., str]) -
     assert step(8192, quantization_config=inputs_kept) < step(8192)
 
 
+MXFP4: dict[tuple[str, str], int] = {
+    # Marlin's: 96 inner numbers become 128 and 96 outer ones 256, of 17/32 bytes with their scales.
+    ("0.19.0", "a100"): 3 * 128 * 256 * 17 // 32 + (2 * 128 + 256) * 2,
+    ("0.10.1", "h100"): 3 * 128 * 256 * 17 // 32 + (2 * 128 + 256) * 2,
+    # FlashInfer's: 256 inner ones up to 0.26; biases in float32.
+    ("0.26.0", "b200"): 3 * 256 * 256 * 17 // 32 + (2 * 256 + 256) * 4,
+    ("0.27.0", "b200"): 3 * 128 * 256 * 17 // 32 + (2 * 128 + 256) * 4,
+    # Triton's: 128 inner numbers. The 96 outer ones are 48 bytes in rows of 32, and 3 scales in rows of 2; outputs are
+    # 16 rows or more (64 with Triton 3.6), scales' 256. The checkpoint's scales stay up to 0.24.
+    ("0.11.0", "h100"): 3 * 128 * 96 * 17 // 32 + (2 * 128 + 96) * 4,
+    ("0.12.0", "h100"): 3 * 128 * 3 + 256 * 64 + 96 * 64 + 256 * 4 + 256 * 4 + (2 * 128 + 96) * 4,
+    ("0.19.0", "h100"): 3 * 128 * 3 + 256 * 64 + 128 * 64 + 256 * 4 + 256 * 4 + (2 * 128 + 96) * 4,
+    ("0.25.1", "h100"): 256 * 64 + 96 * 64 + 256 * 4 + 256 * 4 + (2 * 128 + 96) * 4,
+}
+"""Bytes of an expert with 96 numbers in and out and 96 between, by vLLM's release and GPU."""
+
+
+def test_experts_in_mxfp4_are_rounded_up_for_the_kernels_of_a_gpu(config: Callable[..., str]) -> None:
+    """vLLM logged 13.64 GiB for gpt-oss-20b on an H100 (0.19.0), 13.72 on an A100, and 65.97 (0.10.1) and 64.38
+    (0.14.1) for gpt-oss-120b on H100s: 13.64, 13.71, 65.95 and 64.36 here (jgchn/llm-d-planner, myoceane.fr,
+    vllm-project/vllm#23278, #33155).
+    """
+    entries = SMALL | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 16}
+    entries |= {"hidden_size": 96, "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
+    entries |= {"quantization_config": {"quant_method": "mxfp4"}}
+
+    def weights(server: str, gpu: str) -> int:
+        options: dict[str, Any] = {"scenarios": "as-given", "max_num_batched_tokens": 64, "max_num_seqs": 4}
+        return memsize.serve(config(**entries), gpu=gpu, server=server, **options).ran[0].weights
+
+    as_stored = weights("sglang=0.5.9", "a100")
+    sizes = {case: (weights(f"vllm={case[0]}", case[1]) - as_stored) // (2 * 8) for case in MXFP4}
+    assert sizes == {case: size - 3 * 96 * 96 * 17 // 32 - 3 * 96 * 2 for case, size in MXFP4.items()}
+
+
 def test_layers_that_a_checkpoint_does_not_quantize(config: Callable[..., str]) -> None:
     entries = QUANTIZED["fp8"][0]
     options: dict[str, Any] = {"scenarios": "as-given", "max_num_batched_tokens": 64, "max_num_seqs": 4}

@@ -54,6 +54,7 @@ from memsize.workloads.served_parts import (
     encoder_elsewhere,
     has_states,
     latent_copies,
+    mxfp4_padding,
     rotary_tables,
     vocabulary_padding,
 )
@@ -284,6 +285,7 @@ class Server:
         quantized = checkpoint_config_of(runner.model) is not None
         copies = latent_copies(runner.model, absorbed=rules.absorbs, quantized=quantized)
         tables = rotary_tables(runner.model) + padding + copies - encoder_elsewhere(runner.model, served.tp)
+        tables += mxfp4_padding(runner.model, rules, runner.gpu)
         if copies and rules.absorbs:  # they are computed, so that a workspace of cuBLAS is there before the step
             workspace = max((storage.bytes for storage in trace.storages if storage.role == "workspace"), default=0)
             step, tables = step - workspace, tables + workspace
