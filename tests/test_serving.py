@@ -468,7 +468,7 @@ def test_what_cannot_be_asked(options: dict[str, Any], message: str, config: Cal
         ("vllm=0.99", r"vLLM '0\.99' is not a known release: the nearest is 0\.33\.0"),
         ("vllm=99", r"vLLM '99' is not a known release: the nearest is 0\.33\.0"),
         ("vllm=new", r"vLLM 'new' is not a known release: the nearest is 0\.33\.0"),
-        ("sglang=0.5.23", r"SGLang '0\.5\.23' is not a known release: the nearest is 0\.5\.9"),
+        ("sglang=0.6", r"SGLang '0\.6' is not a known release: the nearest is 0\.5\.23"),
     ],
 )
 def test_an_unknown_server(server: str, message: str, config: Callable[..., str]) -> None:
@@ -499,6 +499,58 @@ def test_defaults_are_those_of_the_release_on_the_card(config: Callable[..., str
     size = card("h100").bytes / 2**20
     share = round((size - (512 + 8192 * 1.5 + 256 * 2 + 128)) / size, 3)
     assert chosen("sglang=0.5.9", "h100") == (8192, 1, share, 1)
+
+
+def test_sglang_leaves_memory_for_the_graphs_of_prompts(config: Callable[..., str]) -> None:
+    """Since 0.5.10 (`_handle_gpu_memory_settings` in srt/server_args.py): 8 MiB for each, or 1,536 with latent
+    attention, and none with images, whose encoder takes a part of the share: 5 %, and a tenth of what it is larger than
+    ViT-L.
+    """
+    latent = KINDS["MLA"][0]
+    vision = {"model_type": "siglip_vision_model", "num_hidden_layers": 48, "hidden_size": 1024, "image_size": 28}
+    images = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 4}
+    images |= {"vision_config": vision | {"patch_size": 14, "num_attention_heads": 4}, "image_token_index": 9}
+    images |= {"text_config": SMALL | GEMMA}
+
+    def share(server: str, gpu: str, entries: dict[str, Any]) -> Any:
+        options: dict[str, Any] = {"scenarios": "as-given", "max_model_len": 100}
+        asked = memsize.serve(config(**entries), server=f"sglang={server}", gpu=gpu, **options).asked
+        return asked["utilization"], asked["batched_tokens"]
+
+    def left(gpu: str, taken: float) -> float:
+        size = card(gpu).bytes / MIB
+        return round((size - taken) / size, 3)
+
+    of_h100, of_5090 = 512 + 8192 * 1.5 + 256 * 2 + 128, 512 + 4096 * 1.5 + 48 * 2 + 128
+    # of 4 to 8,192 tokens: 8 up to 32, 14 up to 256, 8 up to 512, 8 up to 1,024, 12 up to 4,096, 8 more
+    assert share("0.5.19", "h100", SMALL) == (left("h100", of_h100 + 8 * 58), 8192)
+    assert share("0.5.20", "rtx5090", SMALL) == (left("rtx5090", of_5090 + 8 * 50), 4096)
+    assert share("0.5.10", "h100", SMALL | latent) == (left("h100", of_h100 + 1536), 8192)
+    # twice as many layers as ViT-L
+    assert share("0.5.10", "h100", images) == (pytest.approx(left("h100", of_h100) * 0.95 * 0.9), 8192)
+    assert share("0.4.6", "h100", images) == (pytest.approx(0.88 * 0.9), 8192)
+
+
+@pytest.mark.parametrize(
+    ("release", "entries", "size"),
+    [
+        # two full layers of 12, and 0.8 times as many tokens in ten with windows
+        ("0.5.3", GEMMA, round(10 * 0.8 * LAYER) + 2 * LAYER),
+        ("0.5.9", GEMMA, 12 * LAYER),  # of few models: not of Gemma 3
+        # states take 0.9 times as much as keys and values
+        ("0.5.9", KINDS["Qwen3-Next"][0], round(1.9 * TOKEN)),
+    ],
+)
+def test_sglang_has_pools_of_windows_and_states(
+    release: str, entries: dict[str, Any], size: int, config: Callable[..., str]
+) -> None:
+    options: dict[str, Any] = {"server": f"sglang={release}", "scenarios": "as-given", "max_model_len": 100}
+    paged = memsize.serve(config(**SMALL | entries), **options).ran[0].paged
+    assert paged is not None
+    assert paged.block_bytes == pytest.approx(size, rel=0.01)
+    if release == "0.5.3":
+        with pytest.raises(InputError, match=r"keeps states: how SGLang 0\.5\.3 divides its memory is not covered"):
+            memsize.serve(config(**SMALL | KINDS["Jamba"][0]), **options)
 
 
 def test_cards_before_ampere_are_left_to_engine_v0(config: Callable[..., str]) -> None:
@@ -752,12 +804,12 @@ def test_the_second_graph_on_hopper_counts_for_all_others(config: Callable[..., 
 @pytest.mark.parametrize(
     ("release", "vocabulary", "allocator", "least", "most"),
     [
-        ("0.24.0", 50_000, None, 0, 0),
-        ("0.28.0", 50_000, None, 8, 8),  # whole segments count: the table's, of 6.1 MiB, stays
-        ("0.28.0", 50_000, "expandable_segments:True", 0, 0),
+        ("0.24.0", 150_000, None, 0, 0),
+        ("0.28.0", 150_000, None, 20, 20),  # whole segments count: the table's, of 18.3 MiB, stays
+        ("0.28.0", 150_000, "expandable_segments:True", 0, 0),
         ("0.30.0", 200_000, None, 26, 26),
         ("0.31.0", 200_000, None, 0, 0),  # no block above 20 MiB is split
-        ("0.33.0", 50_000, None, 0, 8),
+        ("0.33.0", 150_000, None, 0, 20),
     ],
 )
 def test_a_first_start_times_the_kernel_that_reads_the_table(
@@ -788,6 +840,53 @@ def test_a_first_start_times_the_kernel_that_reads_the_table(
     beyond = peak + 3 * MIB + counts - cold.profile
     grown = [now - before for now, before in zip(cold.non_torch, warm.non_torch, strict=True)]
     assert grown == [least * MIB, most * MIB + beyond]
+
+
+@pytest.mark.parametrize(
+    ("release", "vocabulary", "least", "most"),
+    [
+        ("0.24.0", 64, 2 * MIB, 6 * MIB),
+        ("0.9.2", 64, 2 * MIB, 6 * MIB),
+        ("0.8.5", 64, 256_000_000, 256_000_000),  # PyTorch 2.6
+        ("0.24.0", 20_000, 0, 0),  # the sampler, which is not compiled, takes most
+        ("0.7.3", 64, 0, 0),
+    ],
+)
+def test_a_first_start_times_the_kernels_of_a_step_where_they_run(
+    release: str, vocabulary: int, least: int, most: int, config: Callable[..., str]
+) -> None:
+    """The largest is the activation, beside which a buffer of the GPU's cache (2 to 6 MiB on an A10) is written: 4,096
+    tokens × (2 + 1) × 1,024 numbers of 2 bytes are 24 MiB; 512 rows of 20,000 logits are 39 MiB a copy.
+    """
+    entries = SMALL | {"intermediate_size": 1024, "vocab_size": vocabulary}
+    options: dict[str, Any] = {"gpu": "a10", "server": f"vllm={release}", "scenarios": "as-given"}
+    options |= {"max_num_batched_tokens": 4096, "max_num_seqs": 512}
+    warm, cold = (
+        memsize.serve(config(**entries), first_start=is_first, **options).ran[0] for is_first in (False, True)
+    )
+    grown = [now - before for now, before in zip(cold.non_torch, warm.non_torch, strict=True)]
+    figures = cold.profile - warm.profile, *grown
+    # Blocks of up to 1 MiB more are not split.
+    assert figures == pytest.approx((least, 0, most - least), abs=MIB)
+
+
+def test_the_head_reads_random_states_beside_those_of_the_step(config: Callable[..., str]) -> None:
+    """512 × 64 numbers of 2 bytes, since vLLM 0.9 (`_dummy_sampler_run` of the first model runner)."""
+    options: dict[str, Any] = {"scenarios": "as-given", "max_num_batched_tokens": 1024, "max_num_seqs": 512}
+    before, after = (
+        memsize.serve(config(**SMALL | {"vocab_size": 20_000}), server=f"vllm={release}", **options).ran[0].profile
+        for release in ("0.8.5", "0.9.0")
+    )
+    assert after - before == 512 * 64 * 2
+
+
+def test_scaled_embeddings_are_gone_after_the_first_layer(config: Callable[..., str]) -> None:
+    """Granite multiplies them: its largest step is Llama's."""
+    options: dict[str, Any] = {"server": "vllm=0.19.0", "scenarios": "as-given", "max_num_batched_tokens": 4096}
+    entries = SMALL | {"intermediate_size": 1024, "vocab_size": 64}
+    granite = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "embedding_multiplier": 12}
+    scaled, plain = (memsize.serve(config(**entries | other), **options).ran[0].profile for other in (granite, {}))
+    assert scaled == plain
 
 
 def test_large_weights_are_not_split_from_their_segments(config: Callable[..., str]) -> None:

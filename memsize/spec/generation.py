@@ -221,7 +221,7 @@ class Serving:
 
     server: str | None = option(
         None,
-        "The server and its release: vllm=0.9.2, sglang=0.5.9.",
+        "The server and its release: vllm=0.9.2, sglang=0.5.23.",
         shown="the newest known vLLM",
         metavar="RELEASE",
     )
@@ -267,12 +267,12 @@ class Serving:
         """The rules of the server."""
         return rules_of(self.server)
 
-    def chosen(self, card: Card, context: int, *, images: bool = False, kind: ServedKind = PLAIN) -> ServerArguments:
+    def chosen(self, card: Card, context: int, *, images: float = 0, kind: ServedKind = PLAIN) -> ServerArguments:
         """Fill in what the server chooses on `card`, for requests of `context` tokens to a model of a `kind`."""
         rules = engine_on(self.rules.serving(kind), card)
         if self.enforce_eager and rules.gate == "never":
             rules = replace(rules, gate="but in Llama")
-        defaults = rules.choose(card, Setting(context, self.tensor_parallel_size, images))
+        defaults = rules.choose(card, Setting(context, self.tensor_parallel_size, images, kind.is_latent))
         tokens = self.max_num_batched_tokens or defaults.tokens
         utilization = self.gpu_memory_utilization or defaults.utilization
         seqs = min(self.max_num_seqs or defaults.seqs, tokens)
@@ -293,7 +293,7 @@ class Serving:
             kv_dtype=self.kv_cache_dtype,
             kv_bytes=self._cache_bytes,
             graphs=rules.graph_sizes(card, tokens, seqs) if rules.graphs and not self.enforce_eager else None,
-            compiles=rules.benchmarks and self.first_start and not self.enforce_eager,
+            compiles=rules.compiled and self.first_start and not self.enforce_eager,
             defaults=tuple(text for value, text in filled_in if value is None),
         )
 

@@ -26,20 +26,26 @@ class Defaults(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """The base of defaults: the length of a request, the GPUs that share a layer, whether it reads images."""
+    """The base of defaults: the length of a request, the GPUs that share a layer, the size of an encoder of `images`
+    (layers × width², in units of ViT-L's; 0: none), and whether attention is `latent`.
+    """
 
     context: int
     tp: int = 1
-    images: bool = False
+    images: float = 0
+    latent: bool = False
 
 
 class ServedKind(NamedTuple):
-    """Facts by which vLLM chooses the model runner that serves a model; `has_states` of layers such as Mamba's."""
+    """Facts by which vLLM chooses the model runner that serves a model, and SGLang its pools; `has_states` of layers
+    such as Mamba's.
+    """
 
     architecture: str = ""
     has_experts: bool = False
     has_states: bool = False
     is_quantized: bool = False
+    is_latent: bool = False
 
 
 class GraphSizes(NamedTuple):
@@ -70,17 +76,19 @@ class Rules:
     (`products`). An MLP has the result of its first product (`gate`) until its end in each model or in those that do
     not share Llama's code; never where the model is compiled. `experts` have a buffer for each product or one for both,
     or a workspace of the server, which stays. Latent attention multiplies its projections beforehand where it `absorbs`
-    them. The allocator splits no block above 20 MiB for weights where `unsplit`. A first start `benchmarks` the
-    compiled kernels. Images are encoded in the step itself, one for each sequence, or before it (`encodes_first`), as
-    many as the tokens of a step may stand for; it `holds_images` until the step ends.
+    them. The allocator splits no block above 20 MiB for weights where `unsplit`. A first start `benchmarks` combined
+    kernels. Images are encoded in the step itself, one for each sequence, or before it (`encodes_first`), as many as
+    the tokens of a step may stand for; it `holds_images` until the step ends. Where it `randomizes` the states that the
+    head reads, they are a second tensor.
 
     Layers with a window have blocks of their own where `windows`; layers of two kinds are padded to equally many where
     one has less than `padding` times as many as the other. `in_flight` are the steps whose tokens a window waits for.
-    The cache's size in tokens is that of as many whole requests as it holds where `by_requests`. An estimate of the
-    memory of CUDA graphs is taken off where `graphs` says how it is made (or it is made and ignored): each but the
-    first counts as the second does, or the piecewise ones are measured. Blocks are for `block` tokens by default.
-    `second` tells which models the second model runner serves, whose counts of tokens are part of what is measured
-    where `counts`.
+    Elsewhere `pools` tells for which models such layers have room for fewer tokens, and states take `of_states` times
+    the memory of keys and values (None: not covered). The cache's size in tokens is that of as many whole requests as
+    it holds where `by_requests`. An estimate of the memory of CUDA graphs is taken off where `graphs` says how it is
+    made (or it is made and ignored): each but the first counts as the second does, or the piecewise ones are measured.
+    Blocks are for `block` tokens by default. `second` tells which models the second model runner serves, whose counts
+    of tokens are part of what is measured where `counts`.
     """
 
     server: str
@@ -102,8 +110,11 @@ class Rules:
     benchmarks: bool = False
     encodes_first: bool = False
     holds_images: bool = False
+    randomizes: bool = False
     windows: bool = False
     padding: float = 1
+    pools: Callable[[ServedKind], bool] = lambda _: False
+    of_states: float | None = None
     in_flight: int = 1
     by_requests: bool = False
     graphs: GraphEstimate | None = None
@@ -116,21 +127,26 @@ class Rules:
         """``vLLM 0.9.2``."""
         return f"{self.server} {'.'.join(map(str, self.version))}"
 
+    @property
+    def compiled(self) -> bool:
+        """Whether models are compiled: those of vLLM's engine V1."""
+        return self.profiles and self.gate == "never"
+
     def holds_gate(self, model_type: str) -> bool:
         """Whether an MLP of such a model has the result of its first product until its end."""
         return self.gate == "always" or (self.gate == "but in Llama" and model_type not in ("llama", "mistral"))
 
     def serving(self, kind: ServedKind) -> Rules:
         """The rules of the model runner that serves such a model. The second one samples from a copy of the logits in
-        float32, holds no images during a step, and at first did not estimate the memory of CUDA graphs (`profile_run`
-        and `profile_cudagraph_memory` in v1/worker/gpu/model_runner.py). It has two counts of each token of the
-        vocabulary for each sequence.
+        float32, holds no images and no second states during a step, and at first did not estimate the memory of CUDA
+        graphs (`profile_run` and `profile_cudagraph_memory` in v1/worker/gpu/model_runner.py). It has two counts of
+        each token of the vocabulary for each sequence.
         """
         if not self.second(kind):
             return replace(self, counts=False)
         sampler: Sampler = self.sampler if self.version >= _SAMPLES_IN_FULL else "copies"
         graphs: GraphEstimate | None = "measured" if self.version >= _ESTIMATES_GRAPHS else None
-        return replace(self, sampler=sampler, graphs=graphs, holds_images=False)
+        return replace(self, sampler=sampler, graphs=graphs, holds_images=False, randomizes=False)
 
     def graph_sizes(self, card: Card, tokens: int, seqs: int) -> GraphSizes:
         """The graphs of a server with steps of so many tokens and sequences (`_set_cudagraph_sizes` in config/vllm.py):

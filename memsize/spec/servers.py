@@ -5,8 +5,8 @@ it is known, the pull request. A release between two that were read follows the 
 
 Known limits: defaults are those of the API server (`vllm serve`); an `LLM` in Python takes steps of twice as many
 tokens or more. vLLM's engine is V0 up to 0.7, and V1 from 0.8 on, but for cards that it leaves to V0 (`engine_on`); the
-other engine, where a variable asked for it, is not covered. SGLang's releases after 0.5.9 size the cache after they
-captured CUDA graphs, which is not covered either.
+other engine, where a variable asked for it, is not covered, nor is SGLang's option to size the cache after it captured
+CUDA graphs (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING, since 0.5.16).
 """
 
 from __future__ import annotations
@@ -130,8 +130,9 @@ _VLLM: Final = (
     ),
     Change(
         (0, 9, 0),
-        "engine/arg_utils.py: no A100 (pull request 17885); `c_tmp` in csrc/quantization/marlin/marlin.cu",
-        {"choose": _by_size(), "torch": "2.7", "products": "tiles"},
+        "engine/arg_utils.py: no A100 (pull request 17885); `c_tmp` in csrc/quantization/marlin/marlin.cu; "
+        "v1/worker/gpu_model_runner.py `_dummy_sampler_run`",
+        {"choose": _by_size(), "torch": "2.7", "products": "tiles", "randomizes": True},
     ),
     Change(
         (0, 9, 1),
@@ -205,70 +206,110 @@ _VLLM_UNREAD: Final = (
 
 
 _Tiers = tuple[tuple[int, int], ...]
+_Reserve = Callable[[float, int, Setting], float]
 _SHARES: Final = ((16, 0.79), (8, 0.81), (4, 0.85), (2, 0.87), (1, 0.88))
 
 
-def _left_by(reserved: Callable[[float, int, int], float], chunks: _Tiers) -> Choice:
+def _left_by(reserved: _Reserve, chunks: _Tiers) -> Choice:
     """`mem_fraction_static` of a card's MiB, with what `reserved` leaves of them for steps and CUDA graphs; `chunks`
-    are the tokens of a step on cards smaller than as many GiB.
+    are the tokens of a step on cards smaller than as many GiB. An encoder of images takes 5 % and more.
     """
 
     def choose(card: Card, setting: Setting) -> Defaults:
         size = card.bytes / MiB
         tokens = next((count for most, count in chunks if size < most * 1024), 16_384)
-        return Defaults(round((size - reserved(size, tokens, setting.tp)) / size, 3), tokens, 1)
+        share = round((size - reserved(size, tokens, setting)) / size, 3)
+        if setting.images:
+            share *= 0.95 * max(0.8, min(1.05, 1 - 0.1 * (setting.images - 1)))
+        return Defaults(share, tokens, 1)
 
     return choose
 
 
-def _by_gpus(large: bool = False) -> Choice:
-    """A share by the number of GPUs; of cards above 80 GiB all but 13, where `large`."""
+def _by_gpus(of_images: float, large: bool = False) -> Choice:
+    """A share by the number of GPUs; of cards above 80 GiB all but 13, where `large`; `of_images` times it for models
+    that read images.
+    """
 
     def choose(card: Card, setting: Setting) -> Defaults:
         size = card.bytes / MiB
         share = next(share for gpus, share in _SHARES if setting.tp >= gpus)
         if large and size > 81_920:
             share = (size - 13 * 1024) / size
-        return Defaults(share, 2048 if size < 25_000 else 8192, 1)
+        return Defaults(share * (of_images if setting.images else 1), 2048 if size < 25_000 else 8192, 1)
 
     return choose
 
 
-def _by_card(size: float, _tokens: int, tp: int) -> float:
+def _by_card(size: float, _tokens: int, setting: Setting) -> float:
     """0.4.10's table."""
     if size < 35 * 1024:
-        return (2.8 + tp / 10) * 1024
+        return (2.8 + setting.tp / 10) * 1024
     if size < 160 * 1024:
-        return ((9.5 if size < 90 * 1024 else 12) + tp / 2) * 1024
+        return ((9.5 if size < 90 * 1024 else 12) + setting.tp / 2) * 1024
     return 32 * 1024
 
 
-def _by_tokens(graphs_of_small: int) -> Callable[[float, int, int], float]:
-    """0.5's formula: tokens of a step, sequences of the largest CUDA graph, GPUs."""
+def _by_tokens(of_small: tuple[int, int], of_prompts: bool = False) -> _Reserve:
+    """0.5's formula: tokens of a step, sequences of the largest CUDA graph, GPUs; and the graphs `of_prompts`, which
+    models that read images do not have.
+    """
 
-    def reserved(size: float, tokens: int, tp: int) -> float:
-        tiers = ((20, 8, 8), (35, graphs_of_small, 80), (60, 32, 160), (160, 256, 512))
-        graphs = next((few if tp < 4 else many for most, few, many in tiers if size < most * 1024), 512)
-        taken = 512 + tokens * 1.5 + graphs * 2 + tp / 8 * 1024
+    def reserved(size: float, tokens: int, setting: Setting) -> float:
+        tiers = ((20, 8, 8), (35, *of_small), (60, 32, 160), (160, 256, 512))
+        graphs = next((few if setting.tp < 4 else many for most, few, many in tiers if size < most * 1024), 512)
+        taken = 512 + tokens * 1.5 + graphs * 2 + setting.tp / 8 * 1024
+        if of_prompts and not setting.images:
+            taken += 1536 if setting.latent else 8 * _prompt_graphs(tokens)
         return max(taken, 10 * 1024) if size > 60 * 1024 else taken
 
     return reserved
 
 
+def _prompt_graphs(tokens: int) -> int:
+    """The number of CUDA graphs for prompts of up to so many tokens."""
+    sizes = (*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64))
+    return sum(size <= tokens for size in (*sizes, *range(1280, 4097, 256), *range(4608, tokens + 1, 512)))
+
+
+def _pools(architectures: Sequence[str]) -> Callable[[ServedKind], bool]:
+    return lambda kind: kind.architecture in architectures
+
+
 _CHUNKS: Final[_Tiers] = ((35, 2048), (60, 4096), (160, 8192))
 _SGLANG_RULES: Final = {"profiles": False, "slack": True, "block": 1, "windows": False}
+_SWA: Final = ("GptOssForCausalLM",)
+_GEMMA: Final = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 _SGLANG: Final = (
-    Change((0, 4, 2), "srt/server_args.py", {"choose": _by_gpus(), "torch": "2.5", **_SGLANG_RULES}),
-    Change((0, 4, 6), "the same: large cards; pyproject.toml", {"choose": _by_gpus(large=True), "torch": "2.6"}),
+    Change((0, 4, 2), "srt/server_args.py", {"choose": _by_gpus(0.95), "torch": "2.5", **_SGLANG_RULES}),
+    Change((0, 4, 6), "the same: large cards; pyproject.toml", {"choose": _by_gpus(0.9, large=True), "torch": "2.6"}),
     Change(
         (0, 4, 10),
-        "srt/server_args.py: a table of cards",
-        {"choose": _left_by(_by_card, ((35, 2048), (160, 8192))), "torch": "2.7"},
+        "srt/server_args.py: a table of cards; srt/model_executor/model_runner.py `set_num_token_hybrid`",
+        {"choose": _left_by(_by_card, ((35, 2048), (160, 8192))), "torch": "2.7", "pools": lambda _: True},
     ),
-    Change((0, 5, 3), "srt/server_args.py: a formula", {"choose": _left_by(_by_tokens(16), _CHUNKS), "torch": "2.8"}),
-    Change((0, 5, 9), "the same: larger graphs", {"choose": _left_by(_by_tokens(24), _CHUNKS), "torch": "2.9"}),
+    Change(
+        (0, 5, 3), "srt/server_args.py: a formula", {"choose": _left_by(_by_tokens((16, 80)), _CHUNKS), "torch": "2.8"}
+    ),
+    Change(
+        (0, 5, 9),
+        "the same: larger graphs; srt/configs/model_config.py `is_hybrid_swa_model`; `mamba_full_memory_ratio`",
+        {"choose": _left_by(_by_tokens((24, 80)), _CHUNKS), "torch": "2.9", "pools": _pools(_SWA), "of_states": 0.9},
+    ),
+    Change((0, 5, 10), "the same: graphs of prompts", {"choose": _left_by(_by_tokens((24, 80), True), _CHUNKS)}),
+    Change((0, 5, 11), "srt/configs/model_config.py", {"torch": "2.11", "pools": _pools((*_SWA, *_GEMMA))}),
+    Change((0, 5, 18), "pyproject.toml", {"torch": "2.13"}),
+    Change(
+        (0, 5, 20),
+        "srt/arg_groups/memory_hook.py: cards of 24 and 32 GiB",
+        {"choose": _left_by(_by_tokens((48, 160), True), ((20, 2048), (60, 4096), (160, 8192)))},
+    ),
+    Change((0, 5, 22), "pyproject.toml", {"torch": "2.14"}),
 )
-_SGLANG_READ: Final = "0.4.2 0.4.6 0.4.10 0.5.3 0.5.9"
+_SGLANG_READ: Final = (
+    "0.4.2 0.4.6 0.4.10 0.5.3 0.5.9 0.5.10 0.5.11 0.5.12 0.5.13 0.5.14 0.5.15 0.5.16 0.5.17 0.5.18 0.5.19 0.5.20 "
+    "0.5.21 0.5.22 0.5.23"
+)
 _SGLANG_UNREAD: Final = "0.4.3 0.4.4 0.4.5 0.4.7 0.4.8 0.4.9 0.5.1 0.5.2 0.5.4 0.5.5 0.5.6 0.5.7 0.5.8"
 
 # -- a server by its name ----------------------------------------------------------------------------------------------

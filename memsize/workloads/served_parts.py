@@ -30,7 +30,8 @@ def served_kind(model: Any, *, is_quantized: bool) -> ServedKind:
     config = text_config(model)
     architectures = getattr(model.config, "architectures", None) or [type(model).__name__]
     has_experts = any(getattr(config, name, None) for name in _EXPERTS)
-    return ServedKind(architectures[0], has_experts, has_states(config), is_quantized)
+    is_latent = bool(getattr(config, "kv_lora_rank", None))
+    return ServedKind(architectures[0], has_experts, has_states(config), is_quantized, is_latent)
 
 
 def has_states(config: Any) -> bool:

@@ -53,7 +53,8 @@ _TOKEN = 3
 class ProfileRun(Workload):
     """One step without a cache, by the `rules` of a release: the last tokens of `seqs` texts (of 0: no head) are
     sampled; `tp` cards share the vocabulary, of so many multiprocessors. Images that are among the inputs are read too
-    where it runs `with_images`. The products with NVFP4 weights are in `fp4` where the GPU has such.
+    where it runs `with_images`. The products with NVFP4 weights are in `fp4` where the GPU has such. Where Inductor
+    times its kernels it has a buffer of `flushed` bytes beside each.
     """
 
     rules: Rules
@@ -62,6 +63,7 @@ class ProfileRun(Workload):
     processors: int
     with_images: bool = False
     fp4: bool = False
+    flushed: int = 0
 
     @property
     def proof(self) -> Proof:
@@ -70,6 +72,13 @@ class ProfileRun(Workload):
     def summed(self, states: torch.Tensor) -> torch.Tensor:
         """The sum of what the cards computed of a layer: another tensor, where the server makes one."""
         return torch.empty_like(states) if self.tp > 1 and self.rules.sums_beside else states
+
+    def computed(self, states: torch.Tensor, width: int) -> torch.Tensor:
+        """The result of a kernel that Inductor made, `width` numbers for each token."""
+        result = states.new_empty(*states.shape[:-1], width)
+        if self.flushed:
+            states.new_empty(self.flushed, dtype=torch.uint8)
+        return result
 
     def run(self, setup: Setup) -> Trace:
         body, head = text_model(setup.model, setup.name)
@@ -89,8 +98,9 @@ class ProfileRun(Workload):
                 run.result = hidden
                 return run.trace()
             last = hidden[: self.seqs, -1].contiguous()
-            width = getattr(head, "weight", last).dtype
-            logits = head(last.to(width) if width.is_floating_point else last)  # Mamba's residuals are in float32
+            states = torch.rand_like(last) if self.rules.randomizes else last
+            width = getattr(head, "weight", states).dtype
+            logits = head(states.to(width) if width.is_floating_point else states)  # Mamba's residuals are in float32
             if self.tp > 1:
                 logits = torch.cat([logits] * self.tp, dim=-1)
             run.result = _sampled(logits, self.rules.sampler, self.processors)
@@ -128,6 +138,16 @@ def image_encoder(model: Any) -> Any:
 def reads_images(model: Any) -> bool:
     """Whether a model of transformers reads images beside texts."""
     return getattr(getattr(model, "config", None), "vision_config", None) is not None
+
+
+def encoder_size(model: Any) -> float:
+    """Layers × width² of a model's encoder of images, in units of ViT-L's, as SGLang counts them
+    (`adjust_mem_fraction_for_vlm`); 0 where it reads none.
+    """
+    if not reads_images(model):
+        return 0
+    vision = model.config.vision_config
+    return getattr(vision, "num_hidden_layers", 24) * getattr(vision, "hidden_size", 1024) ** 2 / (24 * 1024**2)
 
 
 def text_config(model: Any) -> Any:
@@ -192,7 +212,7 @@ def _fuse(body: nn.Module, run: ProfileRun, packed: Mapping[str, int], model_typ
             stays = run.rules.experts == "of the server" and not hasattr(module, "gate_up_proj_bias")
             vars(module)["forward"] = partial(_experts, module, run, has_shared, workspace if stays else None)
         elif type(module).__name__.endswith("RMSNorm"):
-            vars(module)["forward"] = _norm
+            vars(module)["forward"] = partial(_norm, run)
         elif path in packed and isinstance(module, nn.Linear):
             vars(module)["forward"] = partial(_product, module, run, packed[path])
         elif all(isinstance(getattr(module, name, None), nn.Linear) for name in _GATED):
@@ -201,7 +221,7 @@ def _fuse(body: nn.Module, run: ProfileRun, packed: Mapping[str, int], model_typ
 
 
 def _forget_embeddings(body: Any) -> None:
-    """Free the embeddings once the first layer has read them: a server adds to them in place."""
+    """Free the embeddings once they are scaled or the first layer has read them: a server adds to them in place."""
     parts = (body, getattr(body, "decoder", None))
     lists = (getattr(part, "layers", None) for part in parts)
     layers = next((layers for layers in lists if isinstance(layers, nn.ModuleList)), None)
@@ -215,9 +235,13 @@ def _forget_embeddings(body: Any) -> None:
         return results[-1]
 
     def layer(*args: Any, **kwargs: Any) -> Any:
+        read = {tensor.untyped_storage() for tensor in tensors_in(args[:1])}
+        for storage in {tensor.untyped_storage() for tensor in results} - read:
+            storage.resize_(0)
+        results.clear()
         result = first(*args, **kwargs)
-        while results:
-            results.pop().untyped_storage().resize_(0)
+        for storage in read - {tensor.untyped_storage() for tensor in tensors_in(result)}:
+            storage.resize_(0)
         return result
 
     vars(embedding)["forward"], vars(layers[0])["forward"] = embedded, layer
@@ -275,7 +299,7 @@ def _gated(module: Any, run: ProfileRun, packed: int, holds_gate: bool, states: 
     both = states.new_empty(*states.shape[:-1], 2 * inner)
     if packed:
         _scratch(run, 2 * packed, states, 2 * inner)
-    activated = states.new_empty(*states.shape[:-1], inner)
+    activated = run.computed(states, inner)
     if not holds_gate:
         del both
     result: torch.Tensor = module.down_proj(activated)
@@ -314,8 +338,8 @@ def _scratch(run: ProfileRun, packed: int, states: torch.Tensor, width: int) -> 
     del copied, sums
 
 
-def _norm(states: torch.Tensor, *_: Any, **_options: Any) -> torch.Tensor:
-    return torch.empty_like(states)
+def _norm(run: ProfileRun, states: torch.Tensor, *_: Any, **_options: Any) -> torch.Tensor:
+    return run.computed(states, states.shape[-1])
 
 
 def _experts(

@@ -1,11 +1,14 @@
-"""The memory that vLLM's first start measures beside a step: Inductor, which compiles the model then, times kernels
-that it may combine (`benchmark_combo_kernel` in vLLM's `config/compilation.py`).
+"""The memory that vLLM's first start measures beside a step: Inductor, which compiles the model then, times kernels.
 
-The largest one looks up the tokens. It gets a table of random numbers as large as that of the model, and writes the
-embeddings and, on one GPU, what the first norm makes of them (`benchmark_codegened_module` in
-torch/_inductor/codegen/triton.py, `rand_strided` in torch/_dynamo/testing.py); a buffer as large as the GPU's cache is
-written between two calls (`InductorBenchmarker` in torch/_inductor/runtime/benchmarking.py). All is freed before the
-step runs, but the step's first workspace of cuBLAS lies where the table was, so that its segment stays.
+Each that it made in two ways is timed where it first runs (`CachingAutotuner` in torch/_inductor/runtime/
+triton_heuristics.py), beside a buffer as large as the GPU's cache, which is written between two calls
+(`InductorBenchmarker` in torch/_inductor/runtime/benchmarking.py; up to PyTorch 2.6 Triton's, of 256 MB).
+
+Kernels that it may combine are timed before (`benchmark_combo_kernel` in vLLM's `config/compilation.py`). The largest
+one looks up the tokens. It gets a table of random numbers as large as that of the model, and writes the embeddings and,
+on one GPU, what the first norm makes of them (`benchmark_codegened_module` in torch/_inductor/codegen/triton.py,
+`rand_strided` in torch/_dynamo/testing.py). All is freed before the step runs, but the step's first workspace of cuBLAS
+lies where the table was, so that its segment stays.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ _CACHES: Final = {
     (9, 0): (50, 60), (10, 0): (126, 126), (12, 0): (24, 128),
 }  # fmt: skip
 """MiB of the second-level cache, by compute capability: NVIDIA's data sheets."""
+_TRITONS: Final = 256_000_000
 _HANDLES_FIRST: Final = (0, 33, 0)
 """vLLM makes cuBLAS's workspaces before anything is measured (`init_device` in v1/worker/gpu_worker.py)."""
 _UNSPLIT_SINCE: Final = (0, 31, 0)
@@ -36,14 +40,22 @@ class Benchmark(NamedTuple):
     segment: Interval
 
 
+def flushed(served: ServerArguments, card: Card) -> Interval:
+    """Bytes of the buffer that is written between two calls of a kernel that is timed."""
+    if served.rules.torch == "2.6":
+        return Interval(_TRITONS, _TRITONS)
+    return Interval(*(end * MiB for end in _CACHES.get(card.capability, (2, 128))))
+
+
 def benchmark(model: Any, served: ServerArguments, card: Card) -> Benchmark:
-    """Return what compiling `model`, one GPU's part, takes."""
+    """Return what combining the kernels of `model`, one GPU's part, takes."""
+    if not served.rules.benchmarks:
+        return Benchmark(Interval(0, 0), Interval(0, 0))
     table = model.get_input_embeddings().weight
     embeddings = served.tokens * table.shape[1] * table.itemsize
     size = table.nbytes + embeddings * (2 if served.tp == 1 else 1)
-    cache = _CACHES.get(card.capability, (2, 128))
     version = served.rules.version
     stays = served.rules.slack and not (version >= _UNSPLIT_SINCE and table.nbytes > _UNSPLIT)
     segment = -(-table.nbytes // SEGMENT_STEP) * SEGMENT_STEP if stays else 0
-    peak = Interval(*(size + end * MiB for end in cache))
+    peak = Interval(*(size + end for end in flushed(served, card)))
     return Benchmark(peak, Interval(segment if version < _HANDLES_FIRST else 0, segment))

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from memsize.errors import InputError
 from memsize.records.gpu import Interval
 from memsize.records.serving import Concurrency, LayerGroup, Paged
+from memsize.spec.server_rules import Rules, ServedKind
 from memsize.workloads.kv_caches import CachedLayer
 
 FULL, SLIDING, LATENT, STATE = "full attention", "sliding window", "latent attention", "state"
@@ -143,6 +144,29 @@ def block_layout(
         tables = -(-number // together)
         groups += [LayerGroup(kind, len(range(first, number, tables)), width_of.get(kind)) for first in range(tables)]
     return BlockLayout(tuple(groups), page * together, tuple(tokens_of[group.kind] for group in groups))
+
+
+_OF_WINDOW = 0.8
+"""SGLang's `swa_full_tokens_ratio`."""
+
+
+def pooled(layers: Sequence[CachedLayer], name: str, rules: Rules, kind: ServedKind) -> list[CachedLayer]:
+    """Lay out SGLang's pools as layers of one token: those with a window have room for fewer tokens where they have a
+    pool of their own, and states take a share of the memory (`model_runner_kv_cache_mixin.py` of
+    `srt/model_executor`, later `pool_configurator.py`).
+
+    Raises `InputError` for states of releases whose pools of them are not covered.
+    """
+    attention, times = [layer for layer in layers if layer.kind != STATE], 1.0
+    if len(attention) < len(layers):
+        if rules.of_states is None or not attention:
+            raise InputError(f"{name} keeps states: how {rules.name} divides its memory is not covered")
+        times += rules.of_states
+    if len({layer.kind for layer in attention}) > 1:
+        share = _OF_WINDOW if rules.pools(kind) else 1
+        sizes = [layer.bytes * (share if layer.kind == SLIDING else 1) for layer in attention]
+        attention = [layer._replace(kind=FULL, bytes=round(size)) for layer, size in zip(attention, sizes, strict=True)]
+    return [layer._replace(bytes=round(layer.bytes * times)) for layer in attention]
 
 
 def state_bytes(layer: CachedLayer, width: int | None) -> int:

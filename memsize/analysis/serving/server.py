@@ -16,9 +16,9 @@ import torch
 from memsize.analysis.findings.generation import SERVING_RULES, Served
 from memsize.analysis.remedies import Need
 from memsize.analysis.runner import Runner
-from memsize.analysis.serving.first_start import benchmark
+from memsize.analysis.serving.first_start import benchmark, flushed
 from memsize.analysis.serving.graph_memory import graph_memory
-from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
+from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, pooled, state_bytes
 from memsize.analysis.serving.logged_memory import logged_memory
 from memsize.analysis.serving.server_remedies import (
     ServedModel,
@@ -56,6 +56,7 @@ from memsize.workloads.served_parts import (
     latent_copies,
     mxfp4_padding,
     rotary_tables,
+    served_kind,
     vocabulary_padding,
 )
 from memsize.workloads.serving import (
@@ -215,6 +216,8 @@ class Server:
             raise InputError(f"{self.runner.name} keeps states as in Mamba: memsize does not divide those among GPUs")
         window = getattr(config, "sliding_window", None)
         rules = served.rules
+        if not rules.profiles:
+            layers = pooled(layers, self.runner.name, rules, served_kind(self.runner.model, is_quantized=False))
         return block_layout(
             layers, window, served.block, self.runner.name, windows=rules.windows, padding=rules.padding
         )
@@ -271,9 +274,13 @@ class Server:
         length = served.tokens // seqs  # fewer than `seqs` tokens are left over
         inputs = self.prompts(length) if in_step else self._texts(length)
         run = ProfileRun(rules, seqs, served.tp, processors(runner.gpu)[1], in_step, self._multiplies_fp4())
-        trace = self._on(inputs, served.tokens // length, served).run(run, scenario)
-        estimate = estimate_gpu(trace, runner.gpu, config=self.allocator)
-        step = estimate.allocated - weights_in(trace, self.allocator).allocated
+        timed = flushed(served, runner.gpu) if served.compiles else Interval(0, 0)
+        peaks: list[int] = []
+        for size in sorted(set(timed), reverse=True):
+            trace = self._on(inputs, served.tokens // length, served).run(replace(run, flushed=size), scenario)
+            estimate = estimate_gpu(trace, runner.gpu, config=self.allocator)
+            peaks.append(estimate.allocated - weights_in(trace, self.allocator).allocated)
+        step, grown = peaks[-1], peaks[0] - peaks[-1]
         free = estimate.reserved - estimate.allocated if rules.reserved else 0
         if has_images and rules.encodes_first:
             if image.tokens:  # as many images as the tokens of a step may stand for
@@ -298,7 +305,7 @@ class Server:
         if served.compiles:
             compiled = benchmark(runner.model, served, runner.gpu)
             low, high = (0, 0) if self.allocator.expandable_segments else compiled.segment
-            step, most = (max(step, end) for end in compiled.peak)
+            step, most = max(step, compiled.peak.low), max(step + grown, compiled.peak.high)
             slack, free = slack + low, free + most - step + high - low
         if rules.counts:  # of each token of the vocabulary, in what was generated and (as bits) in the prompt
             vocabulary = text_config(runner.model).vocab_size * served.tp

@@ -23,7 +23,7 @@ from memsize.spec.scenario import Scenario, quantized_from
 from memsize.spec.server_rules import Rules
 from memsize.units import GiB, format_bytes
 from memsize.workloads.served_parts import part_of, served_kind
-from memsize.workloads.serving import reads_images
+from memsize.workloads.serving import encoder_size
 
 _UTILIZATION: Final = 0.95
 """The largest part of a GPU's memory that is tried."""
@@ -46,7 +46,7 @@ def as_served(scenario: Scenario, rules: Rules) -> Scenario:
 def arguments_of(runner: Runner, serving: Serving, context: int) -> ServerArguments:
     """The arguments of a server, with what it chooses for a model on its GPU."""
     kind = served_kind(runner.model, is_quantized=checkpoint_config_of(runner.model) is not None)
-    return serving.chosen(runner.gpu, context, images=reads_images(runner.model), kind=kind)
+    return serving.chosen(runner.gpu, context, images=encoder_size(runner.model), kind=kind)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def assumptions(
             f"{captured.piecewise} piecewise and {captured.full} full graphs of up to {captured.largest:,} tokens: "
             "none with --enforce-eager"
         )
-    if rules.benchmarks and rules.gate == "never" and not served.compiles:
+    if rules.compiled and not served.compiles:
         yield (
             "the first start also compiles the model, which leaves less for the cache: --first-start says how much "
             "(vllm-project/vllm#54122, #54383)"

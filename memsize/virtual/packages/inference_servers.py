@@ -197,10 +197,10 @@ def _answer(prompt: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _default_share(gpus: int) -> float:
-    """SGLang's share of this GPU, in its newest release."""
+    """SGLang's share of this GPU."""
     gpu = torch.cuda.get_device_properties(0)
     card = Card(gpu.name, (gpu.major, gpu.minor), gpu.total_memory, "the simulated GPU")
-    return rules_of("sglang").choose(card, Setting(0, gpus)).utilization
+    return rules_of("sglang=0.5.9").choose(card, Setting(0, gpus)).utilization
 
 
 MODULES: Final[dict[str, dict[str, Any]]] = {
