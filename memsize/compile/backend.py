@@ -37,7 +37,7 @@ from memsize.compile.autotuning import LEAST_MULTIPROCESSORS, most_measured
 from memsize.compile.cuda_graphs import CudaGraphs
 from memsize.compile.devices import CPU, CUDA, META, GpuProperties, Move
 from memsize.compile.generated import running_ledger
-from memsize.compile.gpu import flushed, planning
+from memsize.compile.gpu import PaddingTrial, flushed, planning
 from memsize.kernels.attention import flex_attention
 from memsize.kernels.semantics import current, switched_on
 from memsize.processes.patches import Patches, assigned, wrapping
@@ -53,11 +53,18 @@ Boxed = Callable[[list[Any]], Any]
 
 
 class Compiler:
-    """Compiles graphs for a GPU of this `capability`; `note` receives what the figures of compiled code rest on."""
+    """Compiles graphs for a GPU of this `capability`; `note` receives what the figures of compiled code rest on.
 
-    def __init__(self, capability: tuple[int, int], note: Note) -> None:
+    If it `measures`, what it takes to measure padding is part of the run, as in the first on a machine, whose cache has
+    no times.
+    """
+
+    def __init__(self, capability: tuple[int, int], note: Note, measures: bool = False) -> None:
         self._capability = capability
         self.note = note
+        self._measures = measures
+        self._trials: dict[str, range] = {}
+        """The events of each measurement, by its key."""
         self._graphs = CudaGraphs()
         self._unfused: list[range] = []
         """The events of each call of a graph that could not be lowered."""
@@ -80,6 +87,11 @@ class Compiler:
         if unfused:
             least = max((size for index, size in enumerate(live) if index not in unfused), default=0)
             self.note(_BETWEEN.format(format_bytes(least), format_bytes(peak)))
+        if self._trials:
+            trials = set(chain.from_iterable(self._trials.values()))
+            least = max((size for index, size in enumerate(live) if index not in trials), default=0)
+            if least < peak:
+                self.note(_MEASURED.format(format_bytes(least), format_bytes(peak), _TO_PAD))
         if self._measured:
             most, purpose = max((size + (live[event - 1] if event else 0), why) for event, size, why in self._measured)
             if most > peak:
@@ -126,7 +138,7 @@ class Compiler:
         move, as_traced = Move(CPU), _copied(module)
         try:
             with (
-                planning(self._capability, self._graphs, partial(self._add_measured, _TO_PAD)),
+                planning(self._capability, self._graphs, self._measure_padding),
                 _tracing(),
                 _fakes_moved(move),
             ):
@@ -135,8 +147,8 @@ class Compiler:
         except SkipFrame as reason:
             self.note(_SKIPPED.format(reason))
             raise
-        except RestartAnalysis:  # Dynamo begins anew, with a constant for a float that no tensor can stand for
-            raise
+        except (RestartAnalysis, torch.OutOfMemoryError):
+            raise  # Dynamo begins anew, with a constant for a float that no tensor can stand for; padding is measured
         except Exception as error:
             self.note(_UNTRACED.format(_reason(error)))
             return Interpreter(Move(META).graph(as_traced)).run
@@ -146,8 +158,7 @@ class Compiler:
     ) -> Any:
         """Lower one graph of the partition."""
         move, as_traced = Move(CUDA), _copied(module)
-        padding = partial(self._add_measured, _TO_PAD)
-        with planning(self._capability, self._graphs, padding, lowered), suspended(), _originals():
+        with planning(self._capability, self._graphs, self._measure_padding, lowered), suspended(), _originals():
             try:
                 moved = [move.value(value) for value in inputs]
                 return compile_fx.compile_fx_inner(move.graph(module, is_propagated=True), moved, **options)
@@ -161,6 +172,15 @@ class Compiler:
         gpu = GpuProperties.of(self._capability)
         if gpu.multi_processor_count >= LEAST_MULTIPROCESSORS and (most := most_measured(graph, flushed(gpu))):
             self._add_measured(_TO_TUNE, most)
+
+    def _measure_padding(self, trial: PaddingTrial) -> None:
+        ledger = running_ledger()
+        if not self._measures or ledger is None:
+            self._add_measured(_TO_PAD, trial.bytes)
+        elif trial.key not in self._trials:
+            self._ledger, before = ledger, len(ledger.events)
+            _allocate_trial(trial, ledger)
+            self._trials[trial.key] = range(before, len(ledger.events))
 
     def _add_measured(self, purpose: str, size: int) -> None:
         if (ledger := running_ledger()) is not None:
@@ -177,10 +197,30 @@ class Compiler:
             self._unfused.append(range(before, len(ledger.events)))
 
 
+def _allocate_trial(trial: PaddingTrial, ledger: Ledger) -> None:
+    """Allocate and free what a measurement takes (`InductorBenchmarker.benchmark_gpu`)."""
+
+    def allocated(*sizes: int) -> list[Tensor]:
+        with torch._C._DisableTorchDispatch():
+            tensors = [torch.empty(size, dtype=torch.uint8, device=META) for size in sizes]
+        ledger.last_op = "pad_mm"
+        for tensor in tensors:
+            ledger.enter(tensor, "workspace", ledger.last_op)
+        return tensors
+
+    operands = allocated(*trial.operands)
+    for results in trial.results:
+        allocated(*results)
+        buffer = allocated(trial.buffer)
+        allocated(*results)
+        del buffer
+    del operands
+
+
 def _raise_skipped(error: Exception) -> None:
-    """Let Dynamo skip a frame: Inductor wraps what asks for that where its caches are off."""
+    """Let Dynamo skip a frame, and memory run out: Inductor wraps both where its caches are off."""
     reason = getattr(error, "inner_exception", error)
-    if isinstance(reason, SkipFrame):
+    if isinstance(reason, (SkipFrame, torch.OutOfMemoryError)):
         raise reason from None
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch._inductor.config as inductor_config
@@ -176,7 +176,7 @@ def _here(buffer: Any) -> str:
 def planning(
     capability: tuple[int, int],
     graphs: CudaGraphs,
-    measured: Callable[[int], None],
+    measured: Callable[[PaddingTrial], None],
     lowered: Callable[[GraphLowering], None] = lambda graph: None,
 ) -> Iterator[None]:
     """While open, Inductor compiles graphs on `CUDA` for a GPU of this capability, and writes no kernels. What it would
@@ -255,12 +255,29 @@ def _unloaded(graph: GraphLowering, lowered: Callable[[GraphLowering], None]) ->
     return SimpleNamespace(__file__="<memsize>", call=call, runner=runner)
 
 
-def padding(properties: GpuProperties, measured: Callable[[int], None] = lambda size: None) -> Iterator[Patch]:
+class PaddingTrial(NamedTuple):
+    """The bytes with which it is measured whether padding a product pays: the `operands` that are there throughout, and
+    the `results` of a call without padding and of one with it, beside the `buffer` that flushes the L2 cache.
+    """
+
+    key: str
+    """Equal products are measured once."""
+    operands: tuple[int, ...]
+    results: tuple[tuple[int, ...], ...]
+    buffer: int
+
+    @property
+    def bytes(self) -> int:
+        """The most at one moment."""
+        return sum(self.operands) + self.buffer + max(map(sum, self.results))
+
+
+def padding(properties: GpuProperties, measured: Callable[[PaddingTrial], None]) -> Iterator[Patch]:
     """The patches by which products are padded as on a GPU of these properties, also in graphs traced on the CPU.
 
     Inductor pads a product whose sizes are no multiple of 8, such as 50,257 words, and that keeps the GPU busy, rather
     than its memory, if that turns out faster on the GPU. Here it always does: kernels without padding cannot load
-    whole vectors. `measured` is called with the bytes that finding out takes.
+    whole vectors. `measured` is called with what finding out takes.
     """
     yield pad_mm, "check_device", lambda *_: True
     yield pad_mm, "has_triton", lambda: True
@@ -275,24 +292,31 @@ def padding(properties: GpuProperties, measured: Callable[[int], None] = lambda 
 
 
 def _measuring(
-    measured: Callable[[int], None],
-    cache: int,
+    measured: Callable[[PaddingTrial], None],
+    buffer: int,
     original: Callable[..., str],
     match: Any,
     one: Any,
     other: Any,
     *args: Any,
 ) -> str:
-    """Random operands, padded ones and their product, and the buffer that flushes the cache (pad_mm.py,
-    `_should_pad`).
+    """Random operands, padded ones and their product (pad_mm.py, `_should_pad`). What the graph computes could be made
+    padded, and is before it is measured; an input is padded in each call.
     """
+    key = original(match, one, other, *args)
     *batch, rows, inner, columns = (_hint(size) for size in (*one.shape, other.shape[-1]))
     padded = [size + pad_mm.get_padded_length(size, pad_mm.get_alignment_size(one)) for size in (rows, inner, columns)]
-    operands = rows * inner + inner * columns
-    copies = (padded[0] * padded[1], (rows, inner)), (padded[1] * padded[2], (inner, columns))
-    operands += sum(size for size, (height, width) in copies if size != height * width)
-    measured(cache + math.prod(batch) * (operands + padded[0] * padded[2]) * one.dtype.itemsize)
-    return original(match, one, other, *args)
+    unit = math.prod(batch) * one.dtype.itemsize
+    operands, copies = [rows * inner * unit, inner * columns * unit], list[int]()
+    for name, before, after in (
+        ("mat1", operands[0], padded[0] * padded[1]),
+        ("mat2", operands[1], padded[1] * padded[2]),
+    ):
+        if after * unit != before:
+            (operands if pad_mm.should_exclude_padding_time(match, name) else copies).append(after * unit)
+    results = (rows * columns * unit,), (*copies, padded[0] * padded[2] * unit)
+    measured(PaddingTrial(key, tuple(operands), results, buffer))
+    return key
 
 
 _FLUSHED: Final[dict[Release, int]] = {(2, 6): 256_000_000, (2, 7): 256 * MiB}

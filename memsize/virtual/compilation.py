@@ -110,7 +110,7 @@ class Compilation:
             from memsize.compile.region import compiling, rules
 
         self._note(rules(simulated_release()))
-        compiler = self._compiler = Compiler(self._capability, self._note)
+        compiler = self._compiler = Compiler(self._capability, self._note, measures=True)
         self._regions.enter_context(
             compiling(compiler, Compiles(self._traced, self._suspended, _GPU, self._ledger.inline))
         )
