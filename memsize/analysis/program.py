@@ -25,10 +25,20 @@ from memsize.device.gpu_estimate import device_since, estimate_gpu
 from memsize.errors import InputError, causes, message_of
 from memsize.loading.library_imports import torchvision_importable
 from memsize.processes.user_code import is_library, is_outside, line_of
-from memsize.records.aggregates import alive, split_phase, summit
+from memsize.records.aggregates import alive, live_bytes, split_phase, summit
 from memsize.records.codec import plain
 from memsize.records.finding import Finding
-from memsize.records.program import ChildRun, Growth, KeptGradients, LiveTensor, NeedsGpu, ProgramRun, WentOn
+from memsize.records.program import (
+    ChildRun,
+    Growth,
+    Holder,
+    KeptGradients,
+    LiveTensor,
+    LoadedCheckpoint,
+    NeedsGpu,
+    ProgramRun,
+    WentOn,
+)
 from memsize.records.trace import Trace
 from memsize.torch_internals.isolation import default_device_kept, isolated
 from memsize.virtual.gpu_tensors import CpuRestore
@@ -149,6 +159,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         assumed=program.assumed,
         growth=_growth(program, trace),
         kept_gradients=_kept_gradients(trace, program.steps.zeroed),
+        loaded_checkpoint=_loaded_checkpoint(program, trace),
         waits=program.waits.line,
         unused_checkpointing=program.unused_checkpointing,
         shares_first_gpu=program.ledger.devices.shares_first,
@@ -206,15 +217,32 @@ def _growth(program: Program, trace: Trace) -> Growth | None:
     sizes = {line: sum(trace.storages[index].bytes for index in last[line] - before[line]) for line in grown}
     if not sum(sizes.values()):
         return None
-    storages = frozenset(index for line in grown for index in last[line])
+    storages = frozenset(index for line in grown for index in last[line] - at_ends[0][line])
+    return Growth(sum(sizes.values()), max(sizes, key=sizes.__getitem__) or None, _holder(program, trace, storages))
+
+
+def _holder(program: Program, trace: Trace, storages: frozenset[int]) -> Holder | None:
+    """The variable that holds most bytes of `storages`, and the least else; None where none holds any."""
 
     def rank(candidate: Held) -> tuple[int, int]:
         return sum(trace.storages[index].bytes for index in candidate.storages & storages), -len(candidate.storages)
 
-    holder = max(program.gpu_variables, key=rank, default=None)
-    most = max(sizes, key=sizes.__getitem__)
-    keeps = holder is not None and holder.storages & storages
-    return Growth(sum(sizes.values()), most or None, holder.holder if holder and keeps else None)
+    most = max(program.gpu_variables, key=rank, default=None)
+    return most.holder if most is not None and most.storages & storages else None
+
+
+def _loaded_checkpoint(program: Program, trace: Trace) -> LoadedCheckpoint | None:
+    """Measure what is left, at the peak of the steps, of loaded checkpoints that have become no part of the model."""
+    end = program.steps.ends[-1] if program.steps.ends else 0
+    if not program.loaded or not end:
+        return None
+    levels = live_bytes(trace.events[:end])
+    live = alive(trace, levels.index(max(levels)))
+    copies = {index: live[index] for index in program.loaded & live.keys() if trace.storages[index].role == "temporary"}
+    if not copies:
+        return None
+    holder = _holder(program, trace, frozenset(copies))
+    return LoadedCheckpoint(sum(copies.values()), holder and holder.name)
 
 
 def _by_line(trace: Trace, last: int) -> defaultdict[str, set[int]]:

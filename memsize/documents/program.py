@@ -134,7 +134,9 @@ class ProgramDocument(Document[ProgramRun]):
             "peak": peak,
             **values_of(run, "tensors", "refused", "went_on", "whole"),
             "modules": plain(peak_by_module(run.trace)),
-            **values_of(run, "growth", "kept_gradients", "unused_checkpointing", "waits", "unwritten"),
+            **values_of(
+                run, "growth", "kept_gradients", "loaded_checkpoint", "unused_checkpointing", "waits", "unwritten"
+            ),
             "host": plain(run.trace.host),
             "after": plain(run.after),
             **values_of(run, "children", "assumed"),

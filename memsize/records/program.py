@@ -150,6 +150,16 @@ class Growth(NamedTuple):
     holder: Holder | None
 
 
+class LoadedCheckpoint(NamedTuple):
+    """Bytes of a checkpoint that was loaded to the GPU, was copied into the model, and is still alive at the peak.
+
+    `name` is the variable that keeps it, where one was found.
+    """
+
+    bytes: Size
+    name: str | None
+
+
 class KeptGradients(NamedTuple):
     """Bytes of gradients that are alive when a later step's forward begins and could have been freed.
 
@@ -233,6 +243,7 @@ class ProgramRun(Answer):
     assumed: tuple[Assumed, ...] = ()
     growth: Growth | None = None
     kept_gradients: KeptGradients | None = None
+    loaded_checkpoint: LoadedCheckpoint | None = None
     waits: str | None = None
     unwritten: tuple[str, ...] = ()
     """Remarks on writes of the program that were prevented."""

@@ -162,6 +162,7 @@ class StandInLoading:
     def _load_model(self, original: Callable[..., Any], model: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
         if isinstance(state_dict, CheckpointStandIn):
             state_dict = state_dict.filled(model.state_dict)
+            self._files.loaded(state_dict)
         return original(model, state_dict, *args, **options)
 
     def optimizer_state(self, optimizer: Optimizer, state: Any) -> Any:

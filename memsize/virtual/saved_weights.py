@@ -57,6 +57,8 @@ class Files(FileGuard):
         """Files that stand where weights would have been written."""
         self.missing: Callable[[Any, Any], Any] = lambda file, map_location: None
         """Returns the stand-in for a file that is to be loaded and is not there; None where it has none."""
+        self.loaded: Callable[[Any], None] = lambda state: None
+        """Called with each state that was loaded."""
         self._folders: list[Path] = []
         """Those that were made for them, each before the ones that it is in."""
 
@@ -165,8 +167,9 @@ class Files(FileGuard):
             missing = self.missing(f, args[0] if args else kwargs.get("map_location"))
             if missing is not None:
                 return missing
-            return original(self.own(f), *args, **kwargs)
-        return original(contents, *args, **kwargs)
+        state = original(contents or self.own(f), *args, **kwargs)
+        self.loaded(state)
+        return state
 
     def _save_file(self, original: Callable[..., Any], tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
         size = stand_in_bytes(tensors)

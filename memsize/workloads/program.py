@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from memsize.device.cuda_context import cuda_context
 from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import with_type
 from memsize.loading.scope import ImportScope
+from memsize.model.tensor_storage import plain_tensors
 from memsize.processes.patches import Patch, assigned, merged, wrapping
 from memsize.processes.user_code import Lines, running_lines, shown
 from memsize.records.program import Assumed, Refused
 from memsize.records.trace import Failure, Layer, Trace
 from memsize.records.world import World
+from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
@@ -100,7 +103,9 @@ class Program:
         self.steps = ProgramSteps(self.ledger, settings.steps, self._before_step, lambda: shown(self._lines()))
         self.after = AfterSteps(self.ledger, self.steps, self.files, settings.goes_on, self._note_variables, self._stop)
         self.stand_ins = StandInLoading(self.ledger, self.files, settings.stands_in)
-        self.files.missing = self.stand_ins.missing
+        self.files.missing, self.files.loaded = self.stand_ins.missing, self._note_loaded
+        self.loaded = set[int]()
+        """The storages on the GPU of states that were loaded."""
         self.steps.state_to_load = self.stand_ins.optimizer_state
         self.hub_weights = HubWeights(self.ledger, self.stand_ins)
         self.packages = SimulatedPackages(self.ledger.evaluator.notes.setdefault)
@@ -227,6 +232,10 @@ class Program:
     def _lines(self) -> Lines:
         """Where the program is: its own line and a package's, below what runs it."""
         return running_lines(Program.run.__code__)
+
+    def _note_loaded(self, state: Any) -> None:
+        pieces = chain.from_iterable(map(plain_tensors, tensors_in(state)))
+        self.loaded |= {index for piece in pieces if (index := self.ledger.index_of(piece)) >= 0}
 
     def _note_variables(self) -> None:
         self.gpu_variables = holders(self.ledger.index_of)

@@ -103,6 +103,8 @@ _NO_CHECKPOINT: Final = re.compile(
 )
 BATCH: Final = re.compile(r" --?([\w.-]*batch[\w-]*|bs|b)[ =]\d")
 """An argument of a program that sets its batch."""
+_SMALL_PART: Final = 0.02
+"""The part of the peak below which a waste is not worth a sentence."""
 _PURPOSES: Final = {
     "_log_softmax": "the log-probabilities of the loss",
     "_log_softmax_backward_data": "the gradient of the logits",
@@ -387,6 +389,17 @@ def _gradients(run: ProgramRun) -> Iterator[Finding]:
     }[gradients.reason]
     values = {"bytes": Bytes(gradients.bytes), "line": gradients.line or "a line of a library"}
     yield Finding("run-gradients-kept", template, values, bytes=gradients.bytes)
+
+
+@RULES.rule("run-checkpoint-stays")
+def _checkpoint_stays(run: ProgramRun) -> Iterator[Finding]:
+    loaded = run.loaded_checkpoint
+    if loaded is None or loaded.bytes < run.peak.requested * _SMALL_PART:
+        return
+    template = "{bytes} of a loaded checkpoint stay on the GPU during training, as copies of what the model has"
+    template += ". Load it with map_location='cpu'" + (", or del {name} after load_state_dict." if loaded.name else ".")
+    values = {"bytes": Bytes(loaded.bytes), "name": loaded.name}
+    yield Finding("run-checkpoint-stays", template, values, bytes=loaded.bytes, brief=template)
 
 
 def _allowed(run: ProgramRun) -> dict[str, Bytes]:
