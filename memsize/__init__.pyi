@@ -349,8 +349,6 @@ def sweep(
     retry: bool = False,
     fresh: bool = False,
     jobs: int | None = None,
-    backend: Literal["loky", "dask"] = "loky",
-    scheduler: str | None = None,
     timeout: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Sweep: ...

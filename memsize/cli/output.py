@@ -88,9 +88,9 @@ Color = Literal["auto", "always", "never"]
 Formats = Mapping[str, tuple[str, ...]]
 """What a command can write: each format with the suffixes of its files."""
 
-BINARY = ("snapshot", "parquet", "png")
+BINARY = ("snapshot", "png")
 """Formats that are no text."""
-_WORDLESS = ("csv", "parquet", *IMAGES)
+_WORDLESS = ("csv", *IMAGES)
 """Formats that have no place to say that an answer is not complete."""
 
 

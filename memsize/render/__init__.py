@@ -33,7 +33,6 @@ _FORMATS: Final = {
     "agent": ("memsize.render.text:draw_brief", ()),
     "notebook": ("memsize.render.html:fragment", ()),
     "line": ("memsize.render.cell_text:one_line", ()),
-    "speedscope": ("memsize.render.data:draw_speedscope", ()),
     "github": ("memsize.render.data:github", ()),
     "junit": ("memsize.render.data:junit", ()),
 }
@@ -119,7 +118,7 @@ def pieces(
     if format == "text" and screen.colour:
         return iter(texts)
     # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
-    escape = (lambda character: dumps(character)[1:-1]) if format in ("json", "speedscope") else None
+    escape = (lambda character: dumps(character)[1:-1]) if format == "json" else None
     return (printable_lines(text, escape=escape) for text in texts)
 
 
