@@ -12,14 +12,6 @@ from memsize.checkpoints.findings import Inspection
 from memsize.records.answer import Answer
 from memsize.records.dtypes import BITS
 from memsize.records.fields import (
-    BYTES,
-    COUNT,
-    NAME,
-    PATH,
-    SHARE,
-    SPECS,
-    TEXT,
-    WORDS,
     Cell,
     Field,
     Fields,
@@ -38,29 +30,29 @@ def _share(row: Group | Remaining, size: int) -> Cell:
 
 
 _FIGURES: Final = Fields[Group](
-    field("tensors", "tensors", COUNT, 50, "number of tensors, shared ones included", adds=True),
-    field("elements", "elements", COUNT, 75, "elements of the tensors, shared ones once", adds=True),
-    field("dtypes", "stored as", WORDS, 70, "the dtypes they are stored in", key="dtype"),
-    field("bytes", "needed", BYTES, 95, "bytes that its tensors need, shared ones once", adds=True),
-    field("unneeded", "behind views", BYTES, 90, "storage that no tensor covers", adds=True),
-    shown("share", "% of all", SHARE, 85, "share of the bytes of all files", cell=_share, adds=True),
+    field("tensors", "tensors", "count", 50, "number of tensors, shared ones included", adds=True),
+    field("elements", "elements", "count", 75, "elements of the tensors, shared ones once", adds=True),
+    field("dtypes", "stored as", "words", 70, "the dtypes they are stored in", key="dtype"),
+    field("bytes", "needed", "bytes", 95, "bytes that its tensors need, shared ones once", adds=True),
+    field("unneeded", "behind views", "bytes", 90, "storage that no tensor covers", adds=True),
+    shown("share", "% of all", "share", 85, "share of the bytes of all files", cell=_share, adds=True),
 )
 """The fields of every group of tensors; the bytes of all files are their answer."""
 
 PART_FIELDS: Final = (
     _FIGURES.after(
-        field("part", "part", NAME, 100, "its role", get=lambda group: group.kind),
-        field("where", "where", TEXT, 60, "the keys that lead to it", get=lambda group: group.name, alone="keys"),
+        field("part", "part", "name", 100, "its role", get="kind"),
+        field("where", "where", "text", 60, "the keys that lead to it", get="name", alone="keys"),
     )
     .titled(bytes="in the file")
     .hinted(bytes="bytes in the files, shared ones once")
 )
 MODULE_FIELDS: Final = _FIGURES.after(
-    field("part", "part", TEXT, 55, "the part it belongs to", get=lambda group: group.kind),
-    field("module", "module", PATH, 100, "common prefix of the names", get=lambda group: group.name),
+    field("part", "part", "text", 55, "the part it belongs to", get="kind"),
+    field("module", "module", "path", 100, "common prefix of the names", get="name"),
 )
 DTYPE_FIELDS: Final = _FIGURES.after(
-    field("dtype", "dtype", NAME, 100, "storage format of the elements", get=lambda group: group.name)
+    field("dtype", "dtype", "name", 100, "storage format of the elements", get="name")
 ).hinted(bytes="bytes that the tensors need, shared ones once")
 
 
@@ -74,27 +66,29 @@ class TensorRow(NamedTuple):
 
 
 TENSOR_FIELDS: Final = Fields[TensorRow](
-    field("name", get=lambda row: row.tensor.name),
+    field("name", get="tensor.name"),
     field("part"),
-    field("dtype", get=lambda row: row.tensor.spec.dtype),
+    field("dtype", get="tensor.spec.dtype"),
     field("shape", get=lambda row: list(row.tensor.spec.shape)),
-    field("elements", kind=COUNT, get=lambda row: row.tensor.elements),
-    field("bytes", kind=BYTES, get=lambda row: row.tensor.bytes),
-    field("unneeded", kind=BYTES, get=lambda row: row.tensor.unneeded),
-    field("shared_with", get=lambda row: row.tensor.shared_with),
-    field("wrapper", get=lambda row: row.tensor.wrapper),
-    field("trainable", get=lambda row: row.tensor.trainable),
+    field("elements", kind="count", get="tensor.elements"),
+    field("bytes", kind="bytes", get="tensor.bytes"),
+    field("unneeded", kind="bytes", get="tensor.unneeded"),
+    field("shared_with", get="tensor.shared_with"),
+    field("wrapper", get="tensor.wrapper"),
+    field("trainable", get="tensor.trainable"),
     field("file"),
-    field("storage", get=lambda row: row.storage.name if row.storage else None),
-    field("offset", kind=BYTES, get=lambda row: row.storage.offset if row.storage else None),
+    field("storage", get="storage.name"),
+    field("offset", kind="bytes", get="storage.offset"),
 )
 
 
 DIFFERENCE_FIELDS: Final = Fields[Difference](
-    shown("name", "tensor", PATH, 100, "its name in the model, or in the file if the model has none"),
-    shown("problem", "problem", TEXT, 95, "the problem that load_state_dict would report"),
-    shown("file", "in the file", SPECS, 80, "shape in the file", get=lambda row: (row.file,) if row.file else ()),
-    shown("model", "in the model", SPECS, 85, "shape in the model", get=lambda row: (row.model,) if row.model else ()),
+    shown("name", "tensor", "path", 100, "its name in the model, or in the file if the model has none"),
+    shown("problem", "problem", "text", 95, "the problem that load_state_dict would report"),
+    shown("file", "in the file", "specs", 80, "shape in the file", get=lambda row: (row.file,) if row.file else ()),
+    shown(
+        "model", "in the model", "specs", 85, "shape in the model", get=lambda row: (row.model,) if row.model else ()
+    ),
 )
 
 
@@ -110,7 +104,7 @@ class FileRow(NamedTuple):
 
 
 def _use(use: Use, title: str, hint: str, name: str = "", weight: int = 60) -> Field[FileRow]:
-    return field(name or use, title, BYTES, weight, hint, get=lambda row: row.bytes_for(use), adds=True)
+    return field(name or use, title, "bytes", weight, hint, get=lambda row: row.bytes_for(use), adds=True)
 
 
 USE_FIELDS: Final = Fields[FileRow](
@@ -124,18 +118,18 @@ USE_FIELDS: Final = Fields[FileRow](
 """What bytes of files are for that are not tensor data."""
 
 FILE_FIELDS: Final = USE_FIELDS.after(
-    field("file", "file", NAME, 100, "its name", get=lambda row: row.name),
+    field("file", "file", "name", 100, "its name", get="name"),
     field(
         "tensors",
         "tensors",
-        COUNT,
+        "count",
         50,
         "how many tensors it has",
         get=lambda row: sum(f.tensors for f in row.files),
         adds=True,
     ),
     _use("tensors", "tensor data", "bytes of tensor data", name="data", weight=90),
-).plus(field("size", "size", BYTES, 95, "its size", get=lambda row: sum(f.size for f in row.files), adds=True))
+).plus(field("size", "size", "bytes", 95, "its size", get=lambda row: sum(f.size for f in row.files), adds=True))
 
 
 class Remaining(NamedTuple):
@@ -146,9 +140,9 @@ class Remaining(NamedTuple):
 
 
 REMAINING_FIELDS: Final = Fields[Remaining](
-    field("kept", "if you keep only", NAME, 100, "the parts to keep", get=lambda row: row.selection),
-    field("bytes", "remains", BYTES, 95, "bytes of tensor data; headers come on top"),
-    shown("share", "% of now", SHARE, 85, "share of the bytes of all files", cell=_share),
+    field("kept", "if you keep only", "name", 100, "the parts to keep", get="selection"),
+    field("bytes", "remains", "bytes", 95, "bytes of tensor data; headers come on top"),
+    shown("share", "% of now", "share", 85, "share of the bytes of all files", cell=_share),
 )
 
 

@@ -10,7 +10,7 @@ from memsize.documents import Document, findings_data, plain, renamed, values_of
 from memsize.documents.fit import remedy_tables
 from memsize.documents.sections import Bars, Limit, Phrase, Remark, Section, Strip, Table, Title
 from memsize.documents.shared import input_text, listed, role_part, said_once, versions
-from memsize.records.fields import BYTES, NAME, SCENARIO, TEXT, WORDS, Fields, Label, Path, shown
+from memsize.records.fields import SCENARIO, Fields, Label, Path, shown
 from memsize.records.generation import (
     CACHE_FIELDS,
     GENERATION_FIELDS,
@@ -131,16 +131,16 @@ class _PhaseRow(NamedTuple):
 
 _ACTIVATIONS: Final = "temporaries, workspaces, inputs, and weights that the pipeline casts"
 _PHASE_FIELDS: Final = Fields[_PhaseRow](
-    shown("scenario", "scenario", NAME, 100, SCENARIO.help, get=lambda row: row.result.label),
-    shown("peak.phase", "phase", TEXT, 99, "a phase of the generation", key="phase"),
-    shown("parts", "parts", WORDS, 70, "the parts that run in it", get=lambda row: list(row.peak.parts)),
-    shown("peak.requested", "requested", BYTES, 98, "peak of the bytes that live tensors ask for", key="requested"),
-    shown("peak.allocated", "allocated", BYTES, 80, "the caching allocator's blocks at most", key="allocated"),
-    shown("peak.reserved", "reserved", BYTES, 85, "its segments, those of earlier phases included", key="reserved"),
-    shown("peak.weights", "weights", BYTES, 95, "weights of these parts", key="weights", role="parameter"),
-    shown("peak.other_weights", "other weights", BYTES, 95, "bytes of all other parts", key="other_weights"),
-    shown("peak.activations", "activations", BYTES, 95, _ACTIVATIONS, key="activations"),
-    shown("layer", "at", NAME, 60, "the layer of its peak", alone="layer"),
+    shown("scenario", "scenario", "name", 100, SCENARIO.help, get="result.label"),
+    shown("peak.phase", "phase", "text", 99, "a phase of the generation", key="phase"),
+    shown("parts", "parts", "words", 70, "the parts that run in it", get=lambda row: list(row.peak.parts)),
+    shown("peak.requested", "requested", "bytes", 98, "peak of the bytes that live tensors ask for", key="requested"),
+    shown("peak.allocated", "allocated", "bytes", 80, "the caching allocator's blocks at most", key="allocated"),
+    shown("peak.reserved", "reserved", "bytes", 85, "its segments, those of earlier phases included", key="reserved"),
+    shown("peak.weights", "weights", "bytes", 95, "weights of these parts", key="weights", role="parameter"),
+    shown("peak.other_weights", "other weights", "bytes", 95, "bytes of all other parts", key="other_weights"),
+    shown("peak.activations", "activations", "bytes", 95, _ACTIVATIONS, key="activations"),
+    shown("layer", "at", "name", 60, "the layer of its peak", alone="layer"),
     cell={"layer": lambda row, _: Path(row.peak.layer) if row.peak.layer else ""},
 )
 

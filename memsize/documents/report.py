@@ -42,10 +42,7 @@ from memsize.documents.shared import (
 from memsize.errors import OutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
 from memsize.records.fields import (
-    BYTES,
-    NAME,
     SCENARIO,
-    TEXT,
     Fields,
     FlatTable,
     Label,
@@ -390,15 +387,15 @@ class _PeakRow(NamedTuple):
 
 _DEVICE: Final = "reserved and what is outside PyTorch"
 _PEAK_FIELDS: Final = Fields[_PeakRow](
-    shown("scenario", "scenario", NAME, 100, SCENARIO.help, get=lambda row: row.result.label),
-    shown("run", "peak of", TEXT, 98, "one forward without gradients, or a training step"),
-    shown("estimate.requested", "requested", BYTES, 95, "bytes that live tensors ask for", key="requested"),
-    shown("estimate.allocated", "allocated", BYTES, 90, "the caching allocator's blocks", key="allocated"),
-    shown("estimate.reserved", "reserved", BYTES, 92, "the caching allocator's segments", key="reserved"),
-    shown("estimate.device.low", "nvidia-smi from", BYTES, 80, f"{_DEVICE}, at least", key="device_low"),
-    shown("estimate.device.high", "to", BYTES, 80, f"{_DEVICE}, at most", key="device_high", beside="device_low"),
-    shown("estimate.peak_phase", "in", TEXT, 85, "the phase that the peak falls in", key="phase", alone="phase"),
-    shown("layer", "at", NAME, 70, "the layer that the peak falls in", alone="layer"),
+    shown("scenario", "scenario", "name", 100, SCENARIO.help, get="result.label"),
+    shown("run", "peak of", "text", 98, "one forward without gradients, or a training step"),
+    shown("estimate.requested", "requested", "bytes", 95, "bytes that live tensors ask for", key="requested"),
+    shown("estimate.allocated", "allocated", "bytes", 90, "the caching allocator's blocks", key="allocated"),
+    shown("estimate.reserved", "reserved", "bytes", 92, "the caching allocator's segments", key="reserved"),
+    shown("estimate.device.low", "nvidia-smi from", "bytes", 80, f"{_DEVICE}, at least", key="device_low"),
+    shown("estimate.device.high", "to", "bytes", 80, f"{_DEVICE}, at most", key="device_high", beside="device_low"),
+    shown("estimate.peak_phase", "in", "text", 85, "the phase that the peak falls in", key="phase", alone="phase"),
+    shown("layer", "at", "name", 70, "the layer that the peak falls in", alone="layer"),
     cell={"layer": lambda row, _: Path(row.estimate.peak_layer) if row.estimate.peak_layer else ""},
 )
 

@@ -87,9 +87,8 @@ def title(report: ServingReport) -> Title:
     seqs, block = arguments["seqs"], arguments["block"]
     step = f"steps of {arguments['batched_tokens']:,} tokens, {seqs:,} sequence{'s' * (seqs != 1)}"
     taken = f"{arguments['utilization']:.0%} of its memory, blocks of {block} token{'s' * (block != 1)}"
-    server = f"by {arguments['server']}: " if "server" in arguments else ""
     strips = ((_strip(report, report.ran[0]),),) if report.ran else ()
-    return Title(report.model, ((f"{server}{step}",), (f"on {cards}: {taken}",), *strips))
+    return Title(report.model, ((f"by {arguments['server']}: {step}",), (f"on {cards}: {taken}",), *strips))
 
 
 def _strip(report: ServingReport, row: ServingRow) -> Strip:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from memsize import files
 from memsize.printable import printable
-from memsize.records.fields import BYTES, Fields, FlatTable, field
+from memsize.records.fields import Fields, FlatTable, field
 from memsize.records.finding import Finding
 from memsize.records.kinds import RENDERER
 
@@ -67,7 +67,7 @@ class FindingList(tuple[Finding, ...], Renderable):
 
 _FINDING_FIELDS: Final = Fields[Finding](
     field("code"),
-    field("bytes", kind=BYTES),
+    field("bytes", kind="bytes"),
     field("layers", get=lambda finding: ", ".join(finding.layers)),
     field("text", get=lambda finding: finding.text()),
 )

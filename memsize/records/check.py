@@ -17,7 +17,7 @@ from memsize import files
 from memsize.errors import InputError, OutputError
 from memsize.records.answer import Answer
 from memsize.records.codec import coder
-from memsize.records.fields import CHANGE, NAME, TEXT, Cell, Change, Fields, FlatTable, Label, Sized, field, shown
+from memsize.records.fields import Cell, Change, Fields, FlatTable, Label, Sized, field, shown
 from memsize.records.finding import SEVERITIES, Finding, Severity
 
 
@@ -89,16 +89,16 @@ class CheckedFigure(NamedTuple):
 
 
 FIGURE_FIELDS: Final = Fields[CheckedFigure](
-    field("target", "target", NAME, 90, "the target, by the name in its section", get=lambda row: row.model.name),
-    field("figure", "figure", TEXT, 100, "the figure that is limited or compared", get=lambda row: row.figure.name),
-    field("unit", get=lambda row: row.figure.unit),
-    field("value", "value", TEXT, 95, "its value now", get=lambda row: row.figure.value),
-    field("limit", "limit", TEXT, 85, "upper limit of the value; for fits_batch, the batch that has to fit"),
-    field("baseline", "baseline", TEXT, 80, "its value in the baseline", get=lambda row: row.figure.baseline),
-    shown("change", "change", CHANGE, 75, "growth since the baseline", cell=lambda row, _: row.change),
-    field("allowed", get=lambda row: row.figure.allowed),
-    field("holds", "holds", TEXT, 98, "whether it keeps its limit and its baseline", get=lambda row: row.figure.holds),
-    get={"limit": lambda row: row.figure.limit},
+    field("target", "target", "name", 90, "the target, by the name in its section", get="model.name"),
+    field("figure", "figure", "text", 100, "the figure that is limited or compared", get="figure.name"),
+    field("unit", get="figure.unit"),
+    field("value", "value", "text", 95, "its value now", get="figure.value"),
+    field("limit", "limit", "text", 85, "upper limit of the value; for fits_batch, the batch that has to fit"),
+    field("baseline", "baseline", "text", 80, "its value in the baseline", get="figure.baseline"),
+    shown("change", "change", "change", 75, "growth since the baseline", cell=lambda row, _: row.change),
+    field("allowed", get="figure.allowed"),
+    field("holds", "holds", "text", 98, "whether it keeps its limit and its baseline", get="figure.holds"),
+    get={"limit": "figure.limit"},
     cell={
         "target": lambda row, _: Label(row.model.name),
         "value": lambda row, _: "does not fit" if row.figure.value is None else row.sized(row.figure.value),
@@ -117,12 +117,12 @@ class CheckedProblem(NamedTuple):
 
 
 PROBLEM_FIELDS: Final = Fields[CheckedProblem](
-    field("target", get=lambda row: row.model.name),
-    field("file", get=lambda row: row.model.file),
-    field("line", get=lambda row: row.model.line),
-    field("severity", get=lambda row: row.problem.severity),
-    field("code", get=lambda row: row.problem.finding.code),
-    field("case", get=lambda row: row.problem.case),
+    field("target", get="model.name"),
+    field("file", get="model.file"),
+    field("line", get="model.line"),
+    field("severity", get="problem.severity"),
+    field("code", get="problem.finding.code"),
+    field("case", get="problem.case"),
     field("text", get=lambda row: row.problem.finding.text()),
 )
 

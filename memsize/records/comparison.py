@@ -9,14 +9,6 @@ from memsize.printable import printable
 from memsize.records.aggregates import Totals, stored_dtypes, totals
 from memsize.records.answer import Answer, TableFrame
 from memsize.records.fields import (
-    BYTES,
-    CHANGE,
-    COUNT,
-    NAME,
-    PATH,
-    SIGNED,
-    TEXT,
-    WORDS,
     Fields,
     FlatTable,
     Missing,
@@ -43,11 +35,11 @@ class ComparedModel(NamedTuple):
 
 
 MODEL_FIELDS: Final = Fields[ComparedModel](
-    field("model", "model", NAME, 100, "before or after the change", get=lambda row: row.name),
-    field("parameters", "parameters", COUNT, 90, "elements of its parameters", get=lambda row: row.totals.parameters),
-    field("dtypes", "stored as", WORDS, 80, "the dtypes of its tensors"),
-    field("stored", "stored", BYTES, 95, "bytes of all its tensors", get=lambda row: row.totals.stored),
-    field("saved", "kept for backward", BYTES, 70, "bytes that a forward keeps for backward, if one was run"),
+    field("model", "model", "name", 100, "before or after the change", get="name"),
+    field("parameters", "parameters", "count", 90, "elements of its parameters", get="totals.parameters"),
+    field("dtypes", "stored as", "words", 80, "the dtypes of its tensors"),
+    field("stored", "stored", "bytes", 95, "bytes of all its tensors", get="totals.stored"),
+    field("saved", "kept for backward", "bytes", 70, "bytes that a forward keeps for backward, if one was run"),
     get={"saved": lambda row: row.totals.saved_bytes if row.ran else None},
 )
 
@@ -95,10 +87,10 @@ CHANGE_FIELDS: Final = Fields[Change](
     field("layer", get=lambda row: row.either.layer if row.either else ""),
     field("before", get=lambda row: row.before and stored_as(row.before)),
     field("after", get=lambda row: row.after and stored_as(row.after)),
-    field("before_shape", get=lambda row: row.before and row.before.spec.shape),
-    field("after_shape", get=lambda row: row.after and row.after.spec.shape),
-    field("before_bytes", kind=BYTES, get=lambda row: row.before.bytes if row.before else 0),
-    field("after_bytes", kind=BYTES, get=lambda row: row.after.bytes if row.after else 0),
+    field("before_shape", get="before.spec.shape"),
+    field("after_shape", get="after.spec.shape"),
+    field("before_bytes", kind="bytes", get=lambda row: row.before.bytes if row.before else 0),
+    field("after_bytes", kind="bytes", get=lambda row: row.after.bytes if row.after else 0),
     field("changed", get=lambda row: not row.same),
 )
 
@@ -149,22 +141,22 @@ def _moved(before: str | None, after: str | None) -> Path:
 LAYER_FIELDS: Final = Fields[LayerChange](
     field("before"),
     field("after"),
-    shown("layer", "layer", NAME, 100, "its path, and the former one"),
-    shown("type", "type", TEXT, 50, "its class", get=lambda row: " → ".join(dict.fromkeys(filter(None, row.types)))),
+    shown("layer", "layer", "name", 100, "its path, and the former one"),
+    shown("type", "type", "text", 50, "its class", get=lambda row: " → ".join(dict.fromkeys(filter(None, row.types)))),
     field("before_type", get=lambda row: row.types[0]),
     field("after_type", get=lambda row: row.types[1]),
-    field("how", "change", WORDS, 95, "kind of change", get=lambda row: ", ".join(row.how)),
-    field("layers", kind=COUNT),
-    field("before_parameters", kind=COUNT, get=lambda row: row.sizes[0].parameters),
-    field("after_parameters", "parameters", COUNT, 70, "elements of its parameters afterwards", key="parameters"),
-    field("before_stored_bytes", "stored before", BYTES, 80, "bytes that it stored before", key="before"),
-    field("after_stored_bytes", "stored after", BYTES, 85, "bytes that it stores", key="after"),
-    shown("stored_change", "change", SIGNED, 90, "growth of its stored bytes", key="change"),
-    field("before_output_bytes", kind=BYTES, get=lambda row: row.sizes[0].outputs),
-    field("after_output_bytes", kind=BYTES, get=lambda row: row.sizes[1].outputs),
-    field("before_saved_bytes", kind=BYTES, get=lambda row: row.sizes[0].kept),
-    field("after_saved_bytes", kind=BYTES, get=lambda row: row.sizes[1].kept),
-    shown("saved_change", "kept, change", SIGNED, 75, "growth of the bytes that it keeps for backward", key="kept"),
+    field("how", "change", "words", 95, "kind of change", get=lambda row: ", ".join(row.how)),
+    field("layers", kind="count"),
+    field("before_parameters", kind="count", get=lambda row: row.sizes[0].parameters),
+    field("after_parameters", "parameters", "count", 70, "elements of its parameters afterwards", key="parameters"),
+    field("before_stored_bytes", "stored before", "bytes", 80, "bytes that it stored before", key="before"),
+    field("after_stored_bytes", "stored after", "bytes", 85, "bytes that it stores", key="after"),
+    shown("stored_change", "change", "signed", 90, "growth of its stored bytes", key="change"),
+    field("before_output_bytes", kind="bytes", get=lambda row: row.sizes[0].outputs),
+    field("after_output_bytes", kind="bytes", get=lambda row: row.sizes[1].outputs),
+    field("before_saved_bytes", kind="bytes", get=lambda row: row.sizes[0].kept),
+    field("after_saved_bytes", kind="bytes", get=lambda row: row.sizes[1].kept),
+    shown("saved_change", "kept, change", "signed", 75, "growth of the bytes that it keeps for backward", key="kept"),
     get={
         "after_parameters": lambda row: row.sizes[1].parameters,
         "before_stored_bytes": lambda row: row.sizes[0].stored,
@@ -216,13 +208,13 @@ _TITLES: Final = {
 _NO_FIGURE: Final = Missing("this side has no such figure")
 
 FIGURE_FIELDS: Final = Fields[FigureChange](
-    field("scenario", "scenario", NAME, 90, "how the models are stored and run"),
-    field("of", "of", TEXT, 85, "the run, or the peak of an inference or of a training step", alone="run or peak"),
-    field("figure", "figure", TEXT, 100, "name of the figure", get=lambda row: row.name),
-    field("before", "before", BYTES, 80, "bytes of the first", nullable=True),
-    field("after", "after", BYTES, 85, "bytes of the second", nullable=True),
-    shown("change", "change", SIGNED, 95, "after − before"),
-    shown("share", "%", CHANGE, 70, "the change as a share of the former size"),
+    field("scenario", "scenario", "name", 90, "how the models are stored and run"),
+    field("of", "of", "text", 85, "the run, or the peak of an inference or of a training step", alone="run or peak"),
+    field("figure", "figure", "text", 100, "name of the figure", get="name"),
+    field("before", "before", "bytes", 80, "bytes of the first", nullable=True),
+    field("after", "after", "bytes", 85, "bytes of the second", nullable=True),
+    shown("change", "change", "signed", 95, "after − before"),
+    shown("share", "%", "change", 70, "the change as a share of the former size"),
     cell={
         "figure": lambda row, _: _TITLES.get(row.name, row.name),
         "before": lambda row, _: _NO_FIGURE if row.before is None else Bytes(row.before),
@@ -251,16 +243,16 @@ class LivingChange(NamedTuple):
 
 
 LIVING_FIELDS: Final = Fields[LivingChange](
-    field("role", "role", TEXT, 95, "its role", get=lambda row: row.either.role),
-    field("layer", "layer", PATH, 90, "the layer that it belongs to or was made in", get=lambda row: row.either.layer),
-    field("op", "op", TEXT, 70, "the op that made it", get=lambda row: row.either.op),
-    field("phase", get=lambda row: row.either.phase),
-    shown("tensors", "tensor", TEXT, 85, "its dtype and shape in both models"),
-    field("before", get=lambda row: row.before and row.before.tensor),
-    field("after", get=lambda row: row.after and row.after.tensor),
-    field("before_bytes", "before", BYTES, 80, "bytes of the first", key="before"),
-    field("after_bytes", "after", BYTES, 85, "bytes of the second", key="after"),
-    shown("change", "change", SIGNED, 100, "after − before", get=lambda row: row.bytes),
+    field("role", "role", "text", 95, "its role", get="either.role"),
+    field("layer", "layer", "path", 90, "the layer that it belongs to or was made in", get="either.layer"),
+    field("op", "op", "text", 70, "the op that made it", get="either.op"),
+    field("phase", get="either.phase"),
+    shown("tensors", "tensor", "text", 85, "its dtype and shape in both models"),
+    field("before", get="before.tensor"),
+    field("after", get="after.tensor"),
+    field("before_bytes", "before", "bytes", 80, "bytes of the first", key="before"),
+    field("after_bytes", "after", "bytes", 85, "bytes of the second", key="after"),
+    shown("change", "change", "signed", 100, "after − before", get="bytes"),
     get={
         "tensors": lambda row: " → ".join(dict.fromkeys(entry.tensor for entry in row if entry)),
         "before_bytes": lambda row: row.before.bytes if row.before else 0,

@@ -9,7 +9,7 @@ from typing import ClassVar, Final, NamedTuple
 from memsize.records.answer import Answer
 from memsize.records.codec import Size
 from memsize.records.explanation import FailedRequest
-from memsize.records.fields import BYTES, SHARE, TEXT, Fields, FlatTable, field, share_of, shown
+from memsize.records.fields import Fields, FlatTable, field, share_of, shown
 from memsize.records.finding import Finding
 
 
@@ -28,9 +28,9 @@ class MemoryUse(NamedTuple):
 
 
 USE_FIELDS: Final = Fields[MemoryUse](
-    field("use", "memory of the GPU", TEXT, 100, "use of the GPU's memory"),
-    field("bytes", "holds", BYTES, 99, "size of this part, to the two digits of the message", adds=True),
-    shown("share", "% of all", SHARE, 80, "part of the GPU's memory", adds=True),
+    field("use", "memory of the GPU", "text", 100, "use of the GPU's memory"),
+    field("bytes", "holds", "bytes", 99, "size of this part, to the two digits of the message", adds=True),
+    shown("share", "% of all", "share", 80, "part of the GPU's memory", adds=True),
     cell={"share": lambda row, report: share_of(row.bytes, report.total)},
 )
 

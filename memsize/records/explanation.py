@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
 from memsize.records.codec import Size
-from memsize.records.fields import BYTES, COUNT, SHARE, SIGNED, TEXT, Fields, FlatTable, field, share_of, shown
+from memsize.records.fields import Fields, FlatTable, field, share_of, shown
 from memsize.records.finding import Finding
 from memsize.records.roles import Role, noun
 from memsize.records.timeline import Phase, Segment
@@ -104,9 +104,9 @@ class ReservedPart(NamedTuple):
 
 
 RESERVED_FIELDS: Final = Fields[ReservedPart](
-    field("part", "reserved by PyTorch", TEXT, 100, "use of the allocator's segments"),
-    field("bytes", "holds", BYTES, 99, "size of this part", adds=True),
-    shown("share", "% of all", SHARE, 80, "part of all segments", adds=True),
+    field("part", "reserved by PyTorch", "text", 100, "use of the allocator's segments"),
+    field("bytes", "holds", "bytes", 99, "size of this part", adds=True),
+    shown("share", "% of all", "share", 80, "part of all segments", adds=True),
     cell={"share": lambda row, explanation: share_of(row.bytes, explanation.reserved.bytes)},
 )
 
@@ -189,34 +189,39 @@ HOW: Final[Mapping[How, str]] = {
 """The titles of `How` in tables."""
 
 ALIVE_FIELDS: Final = Fields[Alive](
-    field("category", "alive", TEXT, 100, "role of the blocks", cell=lambda row, _: noun(row.category)),
-    field("bytes", "holds", BYTES, 99, "live bytes at that moment"),
-    shown("share", "% of all", SHARE, 80, "part of all live bytes"),
-    field("blocks", "blocks", COUNT, 70, "number of blocks"),
-    field("how", "known by", TEXT, 60, "evidence for the category", cell=lambda row, _: HOW[row.how] or None),
-    field("predicted", "predicted", BYTES, 95, "live bytes at the peak that memsize predicts"),
-    shown("difference", "difference", SIGNED, 90, "found minus predicted"),
+    field("category", "alive", "text", 100, "role of the blocks", cell=lambda row, _: noun(row.category)),
+    field("bytes", "holds", "bytes", 99, "live bytes at that moment"),
+    shown("share", "% of all", "share", 80, "part of all live bytes"),
+    field("blocks", "blocks", "count", 70, "number of blocks"),
+    field("how", "known by", "text", 60, "evidence for the category", cell=lambda row, _: HOW[row.how] or None),
+    field("predicted", "predicted", "bytes", 95, "live bytes at the peak that memsize predicts"),
+    shown("difference", "difference", "signed", 90, "found minus predicted"),
     get={"difference": lambda row: None if row.predicted is None else row.bytes - row.predicted},
     cell={
-        "share": lambda row, explanation: share_of(row.bytes, explanation.requested) if explanation.requested else None
+        "share": lambda row, explanation: share_of(row.bytes, explanation.requested) if explanation.requested else None,
     },
 )
 
 PLACE_FIELDS: Final = Fields[Place](
-    field("bytes", "holds", BYTES, 100, "live bytes of all its blocks"),
-    field("before", "before", BYTES, 98, "live bytes of the same in the other snapshot", nullable=True),
-    shown("growth", "difference", SIGNED, 97, "growth since the other snapshot"),
-    field("blocks", "blocks", COUNT, 90, "number of blocks"),
-    field("largest", "largest", BYTES, 70, "the largest of them"),
-    field("category", "as", TEXT, 95, "their role", alone="role"),
-    field("line", "made at", TEXT, 99, "the line above PyTorch that allocates"),
+    field("bytes", "holds", "bytes", 100, "live bytes of all its blocks"),
+    field("before", "before", "bytes", 98, "live bytes of the same in the other snapshot", nullable=True),
+    shown("growth", "difference", "signed", 97, "growth since the other snapshot"),
+    field("blocks", "blocks", "count", 90, "number of blocks"),
+    field("largest", "largest", "bytes", 70, "the largest of them"),
+    field("category", "as", "text", 95, "their role", alone="role", cell=lambda row, _: noun(row.category)),
+    field("line", "made at", "text", 99, "the line above PyTorch that allocates"),
     field(
-        "function", "in", TEXT, 85, "the function that the line is in; of backward the autograd node", alone="function"
+        "function",
+        "in",
+        "text",
+        85,
+        "the function that the line is in; of backward the autograd node",
+        alone="function",
     ),
-    field("called_from", "called from", TEXT, 80, "the program's own line, if it is a different one"),
-    field("region", "compiled", TEXT, 60, "the region of torch.compile whose code ran"),
+    field("called_from", "called from", "text", 80, "the program's own line, if it is a different one"),
+    field("region", "compiled", "text", 60, "the region of torch.compile whose code ran"),
     field("calls", get=lambda row: "; ".join(row.calls)),
-    cell={"category": lambda row, _: noun(row.category), "function": lambda row, _: row.function or None},
+    cell={"function": lambda row, _: row.function or None},
 )
 
 

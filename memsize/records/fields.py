@@ -1,8 +1,8 @@
 """Fields: the columns of a record, each declared once for every format, and the cells that documents draw of them.
 
     ROWS = Fields[FitRow](
-        field("scenario", "scenario", NAME, 100, "how the model is stored and run"),
-        field("peak", "needs", BYTES, 95, "smallest memory in which it fits"),
+        field("scenario", "scenario", "name", 100, "how the model is stored and run"),
+        field("peak", "needs", "bytes", 95, "smallest memory in which it fits"),
     )
 
 Files (csv, JSON, DataFrames) hold `get(row)` under the field's `name`; documents (terminal, markdown, pages) draw the
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar, cast
 
 from memsize.records.roles import Role, in_order, noun
 from memsize.records.trace import TensorSpec
@@ -105,29 +105,20 @@ ColumnKind = Literal["name", "text", "specs", "count", "bytes", "share", "words"
 R = TypeVar("R")
 
 
-class Kind(NamedTuple):
-    """The kind of a field: how its column is drawn, and the type of its cells. `is_size`: files hold bytes."""
-
-    drawn: ColumnKind
-    cell: Callable[[Any], Cell]
-    is_size: bool = False
+Kind = Literal["name", "path", "text", "role", "words", "specs", "count", "bytes", "signed", "share", "change"]
+"""The kind of a field: how its column is drawn, and the type of its cells."""
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-NAME: Final = Kind("name", _same)
-PATH: Final = Kind("name", Path)
-TEXT: Final = Kind("text", _same)
-ROLE: Final = Kind("text", noun)
-WORDS: Final = Kind("words", Words)
-SPECS: Final = Kind("specs", Specs)
-COUNT: Final = Kind("count", _same)
-BYTES: Final = Kind("bytes", Bytes, is_size=True)
-SIGNED: Final = Kind("bytes", Signed, is_size=True)
-SHARE: Final = Kind("share", Share)
-CHANGE: Final = Kind("share", Change)
+_COLUMNS: Final[Mapping[Kind, ColumnKind]] = {"path": "name", "role": "text", "signed": "bytes", "change": "share"}
+"""How a field is drawn, where that is not called as its kind is."""
+_CELLS: Final[Mapping[Kind, Callable[[Any], Cell]]] = {
+    **{"path": Path, "role": noun, "words": Words, "specs": Specs, "bytes": Bytes, "signed": Signed},
+    **{"share": Share, "change": Change},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +145,15 @@ class Column:
 class Field(Column, Generic[R]):
     """One field of a record: a column, the `name` that files give it, and its getters.
 
-    `get` reads the value that files hold, `cell` the cell that documents draw, from the row and the answer that it
-    belongs to; without one it is the value of `get` in the type of `values`. A `key` field has a value in every row,
-    also in rows without figures. The DataFrame column of a `nullable` one is Int64. `adds` says that the rows add up.
+    `get` reads the value that files hold, bytes where it `is_size`. `cell` makes the cell that documents draw from the
+    row and the answer that it belongs to; without one it is the value of `get` as `drawn`. A `key` field has a value in
+    every row, also in rows without figures. The DataFrame column of a `nullable` one is Int64. `adds` says that the
+    rows add up.
     """
 
     name: str = ""
-    values: Kind = TEXT
+    drawn: Callable[[Any], Cell] = _same
+    is_size: bool = False
     get: Callable[[R], Any] = _same
     cell: Callable[[R, Any], Cell] | None = None
     in_files: bool = True
@@ -172,11 +165,11 @@ class Field(Column, Generic[R]):
 def field(
     name: str,
     title: str = "",
-    kind: Kind = TEXT,
+    kind: Kind = "text",
     weight: int = 0,
     hint: str = "",
     *,
-    get: Callable[[R], Any] | None = None,
+    get: Callable[[R], Any] | str = "",
     cell: Callable[[R, Any], Cell] | None = None,
     key: str = "",
     drawn: Kind | None = None,
@@ -184,13 +177,27 @@ def field(
 ) -> Field[R]:
     """A field called `name` in files and `title` in documents, where it is drawn as `drawn` (default: its kind).
 
-    Its value is the attribute `name` unless `get` reads it; `key` is the column's key where that is not `name`, and
-    `settings` are those of a `Field`.
+    Its value is the attribute `name`, or what `get` reads: a function, or the path of an attribute, in which an
+    attribute that is None has none but None. `key` is the column's key where that is not `name`, and `settings` are
+    those of a `Field`.
     """
-    values = kind if drawn is None else kind._replace(cell=drawn.cell)
-    read = get or attrgetter(name)
-    column = (key or name, title, (drawn or kind).drawn, weight, hint)
-    return Field(*column, name=name, values=values, get=read, cell=cell, **settings)
+    shape = drawn or kind
+    column = (key or name, title, cast(ColumnKind, _COLUMNS.get(shape, shape)), weight, hint)
+    is_size, cells = kind in ("bytes", "signed"), _CELLS.get(shape, _same)
+    return Field(*column, name=name, drawn=cells, is_size=is_size, get=_getter(get or name), cell=cell, **settings)
+
+
+def _getter(get: Callable[[R], Any] | str) -> Callable[[R], Any]:
+    if not isinstance(get, str):
+        return get
+    first, *others = get.split(".")
+    if not others:
+        return attrgetter(first)
+
+    def read(row: Any) -> Any:
+        return reduce(lambda value, name: None if value is None else getattr(value, name), (first, *others), row)
+
+    return read
 
 
 def shown(name: str, title: str, kind: Kind, weight: int, hint: str = "", **options: Any) -> Field[Any]:
@@ -201,7 +208,7 @@ def shown(name: str, title: str, kind: Kind, weight: int, hint: str = "", **opti
 SCENARIO: Final[Field[Any]] = field(
     "scenario",
     "scenario",
-    NAME,
+    "name",
     100,
     "how the model is stored and run",
     cell=lambda row, _: Label(row.scenario, hint=row.title),
@@ -232,7 +239,7 @@ class Fields(Generic[R]):
     def __init__(
         self,
         *fields: Field[R],
-        get: Mapping[str, Callable[[R], Any]] = _NONE,
+        get: Mapping[str, Callable[[R], Any] | str] = _NONE,
         cell: Mapping[str, Callable[[R, Any], Cell]] = _NONE,
         lacks: Callable[[R], bool] = lambda row: False,
         missing: Callable[[R], Cell] = lambda row: None,
@@ -240,7 +247,8 @@ class Fields(Generic[R]):
     ) -> None:
         for setting, values in settings.items():
             fields = _changed(fields, setting, values if isinstance(values, Mapping) else dict.fromkeys(values, True))
-        self._fields = _changed(_changed(fields, "get", get), "cell", cell)
+        getters = {name: _getter(read) for name, read in get.items()}
+        self._fields = _changed(_changed(fields, "get", getters), "cell", cell)
         self._lacks = lacks
         self._missing = missing
 
@@ -298,7 +306,7 @@ class Fields(Generic[R]):
         return FlatTable(
             tuple(entry.name for entry in filed),
             (tuple(entry.get(row) for entry in filed) for row in rows),
-            tuple(entry.name for entry in filed if entry.values.is_size),
+            tuple(entry.name for entry in filed if entry.is_size),
             tuple(entry.name for entry in filed if entry.nullable),
         )
 
@@ -319,7 +327,7 @@ def _cell(of: Field[Any], row: Any, answer: Any, lacks: bool, missing: Cell) -> 
     if lacks and not of.is_key:
         return missing if of.kind in ("bytes", "count") else None
     value = of.get(row)
-    return value if value is None or isinstance(value, Missing) else of.values.cell(value)
+    return value if value is None or isinstance(value, Missing) else of.drawn(value)
 
 
 def role_fields(sizes: Sequence[Mapping[Role, int]], meaning: str = "", of: str = "roles") -> tuple[Field[Any], ...]:
@@ -333,7 +341,7 @@ def role_fields(sizes: Sequence[Mapping[Role, int]], meaning: str = "", of: str 
     fields: list[Field[Any]] = []
     for role in roles:
         hint, get = meaning and f"{noun(role)}{meaning}", partial(_size_of, read, role)
-        fields.append(field(role, noun(role), BYTES, 60 - 3 * by_size.index(role), hint, get=get, role=role))
+        fields.append(field(role, noun(role), "bytes", 60 - 3 * by_size.index(role), hint, get=get, role=role))
     return tuple(fields)
 
 

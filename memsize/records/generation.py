@@ -7,7 +7,7 @@ from dataclasses import dataclass, field as attribute
 from typing import ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Answer, TableFrame
-from memsize.records.fields import BYTES, COUNT, SCENARIO, TEXT, Fields, FlatTable, field
+from memsize.records.fields import SCENARIO, Fields, FlatTable, field
 from memsize.records.finding import Finding
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, GpuEstimate
@@ -80,37 +80,36 @@ class GenerationRow:
 
 GENERATION_FIELDS: Final = Fields[GenerationRow](
     SCENARIO,
-    field("batch", "batch", COUNT, 99, "sequences at once", is_key=True),
-    field("prompt", "prompt", COUNT, 98, "tokens of each prompt", is_key=True),
-    field("new", "new", COUNT, 60, "tokens that are generated after it", is_key=True, alone="new tokens"),
-    field("weights", "weights", BYTES, 90, "parameters and buffers"),
-    field("assistant_weights", kind=BYTES, get=lambda row: row.assistant),
-    field("prefill_peak", "prefill", BYTES, 92, "peak of live memory while the prompt is read", key="prefill"),
-    field("after_prefill", kind=BYTES, get=lambda row: row.prefill.end),
-    field("decode_peak", "decode", BYTES, 91, "peak of live memory in the steps after the prompt", key="decode"),
-    field("after_decode", kind=BYTES, get=lambda row: row.decode.end),
-    field("kv_cache", "KV cache", BYTES, 95, "the cache of all sequences at the end", get=lambda row: row.cache),
-    field("kv_per_token", "bytes per token", BYTES, 85, "growth of the cache per token of a sequence", drawn=COUNT),
-    field("kv_per_sequence", kind=BYTES, get=lambda row: row.per_sequence),
-    field("kv_on_host", "on the host", BYTES, 94, "part of the cache in host memory at the end", key="hosted"),
-    field("pinned", kind=BYTES),
-    field("transient", "temporary", BYTES, 70, "memory that a decode step takes and gives back"),
-    field("requested", kind=BYTES, get=lambda row: row.estimate and row.estimate.requested),
-    field("allocated", kind=BYTES, get=lambda row: row.estimate and row.estimate.allocated),
-    field("reserved", "reserved", BYTES, 88, "the allocator's segments at their peak"),
-    field("device_from", "nvidia-smi from", BYTES, 75, "lower bound of the figure in nvidia-smi", key="device_low"),
-    field("device_to", "to", BYTES, 75, "upper bound of that figure", key="device_high", beside="device_low"),
-    field("fits", "fits", TEXT, 97, "whether it fits the GPU"),
+    field("batch", "batch", "count", 99, "sequences at once", is_key=True),
+    field("prompt", "prompt", "count", 98, "tokens of each prompt", is_key=True),
+    field("new", "new", "count", 60, "tokens that are generated after it", is_key=True, alone="new tokens"),
+    field("weights", "weights", "bytes", 90, "parameters and buffers"),
+    field("assistant_weights", kind="bytes", get="assistant"),
+    field("prefill_peak", "prefill", "bytes", 92, "peak of live memory while the prompt is read", key="prefill"),
+    field("after_prefill", kind="bytes", get="prefill.end"),
+    field("decode_peak", "decode", "bytes", 91, "peak of live memory in the steps after the prompt", key="decode"),
+    field("after_decode", kind="bytes", get="decode.end"),
+    field("kv_cache", "KV cache", "bytes", 95, "the cache of all sequences at the end", get="cache"),
+    field("kv_per_token", "bytes per token", "bytes", 85, "growth of the cache per token of a sequence", drawn="count"),
+    field("kv_per_sequence", kind="bytes", get="per_sequence"),
+    field("kv_on_host", "on the host", "bytes", 94, "part of the cache in host memory at the end", key="hosted"),
+    field("pinned", kind="bytes"),
+    field("transient", "temporary", "bytes", 70, "memory that a decode step takes and gives back"),
+    field("requested", kind="bytes", get="estimate.requested"),
+    field("allocated", kind="bytes", get="estimate.allocated"),
+    field("reserved", "reserved", "bytes", 88, "the allocator's segments at their peak", get="estimate.reserved"),
+    field("device_from", "nvidia-smi from", "bytes", 75, "lower bound of the figure in nvidia-smi", key="device_low"),
+    field("device_to", "to", "bytes", 75, "upper bound of that figure", key="device_high", beside="device_low"),
+    field("fits", "fits", "text", 97, "whether it fits the GPU"),
     field("exact"),
     field("reason"),
     get={
-        "prefill_peak": lambda row: row.prefill.peak,
-        "decode_peak": lambda row: row.decode.peak,
-        "kv_per_token": lambda row: row.per_token,
-        "kv_on_host": lambda row: row.hosted,
-        "reserved": lambda row: row.estimate and row.estimate.reserved,
-        "device_from": lambda row: row.estimate and row.estimate.device.low,
-        "device_to": lambda row: row.estimate and row.estimate.device.high,
+        "prefill_peak": "prefill.peak",
+        "decode_peak": "decode.peak",
+        "kv_per_token": "per_token",
+        "kv_on_host": "hosted",
+        "device_from": "estimate.device.low",
+        "device_to": "estimate.device.high",
     },
     cell={
         "kv_per_token": lambda row, _: None if row.estimate is None else row.per_token // row.batch,
@@ -135,14 +134,13 @@ class CachedRow(NamedTuple):
 
 
 CACHE_FIELDS: Final = Fields[CachedRow](
-    field("scenario", get=lambda pair: pair.row.scenario),
-    field("batch", kind=COUNT, get=lambda pair: pair.row.batch),
-    field("prompt", "prompt", COUNT, 90, "tokens of the prompt", get=lambda pair: pair.row.prompt),
-    field("kind", "kind of layer", TEXT, 100, "how the layer stores past tokens", get=lambda pair: pair.cached.kind),
-    field("layers", "layers", COUNT, 95, "number of such layers", get=lambda pair: pair.cached.layers),
-    field("bytes", "KV cache", BYTES, 98, "bytes for one sequence at the end", get=lambda pair: pair.cached.bytes),
-    field("per_token", "bytes per token", BYTES, 97, "growth per token", drawn=COUNT),
-    get={"per_token": lambda pair: pair.cached.per_token},
+    field("scenario", get="row.scenario"),
+    field("batch", kind="count", get="row.batch"),
+    field("prompt", "prompt", "count", 90, "tokens of the prompt", get="row.prompt"),
+    field("kind", "kind of layer", "text", 100, "how the layer stores past tokens", get="cached.kind"),
+    field("layers", "layers", "count", 95, "number of such layers", get="cached.layers"),
+    field("bytes", "KV cache", "bytes", 98, "bytes for one sequence at the end", get="cached.bytes"),
+    field("per_token", "bytes per token", "bytes", 97, "growth per token", drawn="count", get="cached.per_token"),
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from memsize.records.codec import Size
-from memsize.records.fields import BYTES, COUNT, NAME, PATH, ROLE, TEXT, Fields, Label, field
+from memsize.records.fields import Fields, Label, field
 from memsize.records.roles import Role
 from memsize.records.trace import PRIVATE_POOL
 from memsize.records.world import CollectiveKind, Traffic
@@ -89,13 +89,13 @@ class LiveStorage(NamedTuple):
 
 
 LIVE_FIELDS: Final = Fields[LiveStorage](
-    field("bytes", "bytes", BYTES, 100, "the storage's size"),
-    field("role", "role", TEXT, 95, "its role"),
-    field("layer", "layer", PATH, 90, "the layer that it belongs to or was made in"),
-    field("op", "op", TEXT, 70, "the op that made it"),
-    field("phase", "made in", TEXT, 60, "the phase that it was made in"),
-    field("tensor", "tensor", TEXT, 80, "its dtype and shape"),
-    field("line", "line", TEXT, 75, "the line of the forward that made it"),
+    field("bytes", "bytes", "bytes", 100, "the storage's size"),
+    field("role", "role", "text", 95, "its role"),
+    field("layer", "layer", "path", 90, "the layer that it belongs to or was made in"),
+    field("op", "op", "text", 70, "the op that made it"),
+    field("phase", "made in", "text", 60, "the phase that it was made in"),
+    field("tensor", "tensor", "text", 80, "its dtype and shape"),
+    field("line", "line", "text", 75, "the line of the forward that made it"),
 )
 
 
@@ -124,19 +124,19 @@ class StreamShare(NamedTuple):
 
 
 STREAM_FIELDS: Final = Fields[StreamShare](
-    field("stream", "stream", NAME, 100, "the default one, or what is allocated on it", get=lambda row: row.name),
-    field("role", "mostly", TEXT, 90, "its largest role", drawn=ROLE, alone="role"),
-    field("requested", "holds at most", BYTES, 98, "live bytes at its own peak"),
-    field("reserved", "reserved", BYTES, 99, "its segments when those of all streams are at their peak"),
+    field("stream", "stream", "name", 100, "the default one, or what is allocated on it", get="name"),
+    field("role", "mostly", "text", 90, "its largest role", drawn="role", alone="role"),
+    field("requested", "holds at most", "bytes", 98, "live bytes at its own peak"),
+    field("reserved", "reserved", "bytes", 99, "its segments when those of all streams are at their peak"),
     cell={"stream": lambda row, _: Label(row.name)},
 )
 
 TRAFFIC_FIELDS: Final = Fields[Traffic](
-    field("kind", "collective", NAME, 100, "name of the operation", cell=lambda row, _: Label(row.kind)),
-    field("ranks", "among", COUNT, 97, "number of ranks that take part"),
-    field("count", "times", COUNT, 98, "calls per step"),
-    field("bytes", "together", BYTES, 99, "sum of the bytes that they gather, scatter or reduce"),
-    field("largest", "largest", BYTES, 90, "the largest of them"),
+    field("kind", "collective", "name", 100, "name of the operation", cell=lambda row, _: Label(row.kind)),
+    field("ranks", "among", "count", 97, "number of ranks that take part"),
+    field("count", "times", "count", 98, "calls per step"),
+    field("bytes", "together", "bytes", 99, "sum of the bytes that they gather, scatter or reduce"),
+    field("largest", "largest", "bytes", 90, "the largest of them"),
 )
 
 

@@ -13,12 +13,6 @@ from typing import ClassVar, Final, Literal, NamedTuple
 from memsize.records.aggregates import nearest
 from memsize.records.answer import Answer, TableFrame
 from memsize.records.fields import (
-    BYTES,
-    COUNT,
-    NAME,
-    SPECS,
-    TEXT,
-    WORDS,
     Cell,
     Fields,
     FlatTable,
@@ -160,19 +154,25 @@ def _path(path: str) -> Cell:
 
 
 LAYER_FIELDS: Final = Fields[AuditRow](
-    field("path", "layer", NAME, 100, "its path in the model", get=lambda row: row.layer.path, key="layer"),
-    field("type", "type", TEXT, 90, "its class", get=lambda row: row.layer.type),
-    field("depth", kind=COUNT, get=lambda row: row.layer.depth),
-    field("calls", kind=COUNT, get=lambda row: row.layer.calls),
-    field("output", "output", SPECS, 70, "the tensors that it returns"),
-    field("parameters", "weights", WORDS, 75, "format of the weights", get=lambda row: _joined(row.layer.parameters)),
-    field("inputs", "given", WORDS, 85, "format of the input images", alone="inputs given"),
-    field("outputs", "returned", WORDS, 95, "format of the output images"),
-    field("lost_at", "lost at", WORDS, 94, "the op in it that loses channels last", key="lost"),
+    field("path", "layer", "name", 100, "its path in the model", get="layer.path", key="layer"),
+    field("type", "type", "text", 90, "its class", get="layer.type"),
+    field("depth", kind="count", get="layer.depth"),
+    field("calls", kind="count", get="layer.calls"),
+    field("output", "output", "specs", 70, "the tensors that it returns", cell=lambda row, _: Specs(row.layer.specs)),
+    field("parameters", "weights", "words", 75, "format of the weights", get=lambda row: _joined(row.layer.parameters)),
+    field("inputs", "given", "words", 85, "format of the input images", alone="inputs given"),
+    field("outputs", "returned", "words", 95, "format of the output images"),
+    field("lost_at", "lost at", "words", 94, "the op in it that loses channels last", key="lost"),
     field(
-        "copied_bytes", "copied", BYTES, 96, "bytes that it copies to rearrange tensors", key="copied", role="cast copy"
+        "copied_bytes",
+        "copied",
+        "bytes",
+        96,
+        "bytes that it copies to rearrange tensors",
+        key="copied",
+        role="cast copy",
     ),
-    field("row_major_copied_bytes", "if row-major", BYTES, 80, "the same without channels last", key="before"),
+    field("row_major_copied_bytes", "if row-major", "bytes", 80, "the same without channels last", key="before"),
     get={
         "output": lambda row: ", ".join(map(str, row.layer.specs)),
         "inputs": lambda row: _joined(row.layer.inputs),
@@ -181,7 +181,6 @@ LAYER_FIELDS: Final = Fields[AuditRow](
     },
     cell={
         "path": lambda row, _: _path(row.layer.path),
-        "output": lambda row, _: Specs(row.layer.specs),
         "parameters": lambda row, _: _words(row.layer.parameters),
         "inputs": lambda row, _: _words(row.layer.inputs),
         "outputs": lambda row, _: _words(row.layer.outputs),
@@ -190,14 +189,14 @@ LAYER_FIELDS: Final = Fields[AuditRow](
 )
 
 COPY_FIELDS: Final = Fields[Copy](
-    field("layer", "layer", NAME, 100, "the layer that copies", cell=lambda copy, _: _path(copy.layer)),
-    field("op", "op", TEXT, 90, "the op that copies"),
-    field("tensor", "tensor", SPECS, 80, "the copied tensor", get=lambda copy: str(copy.tensor)),
-    field("before", "from", TEXT, 85, "memory format of the original", cell=lambda copy, _: _strided(copy.before)),
-    field("after", "to", TEXT, 85, "memory format of the copy", cell=lambda copy, _: _strided(copy.after)),
-    field("hidden", "as", TEXT, 60, "an op of the model, or inside a kernel that frees it again", key="kind"),
-    field("place", "at", TEXT, 88, "line of code that asked for it", alone="line"),
-    field("bytes", "copied", BYTES, 95, "bytes of the copy"),
+    field("layer", "layer", "name", 100, "the layer that copies", cell=lambda copy, _: _path(copy.layer)),
+    field("op", "op", "text", 90, "the op that copies"),
+    field("tensor", "tensor", "specs", 80, "the copied tensor", get=lambda copy: str(copy.tensor)),
+    field("before", "from", "text", 85, "memory format of the original", cell=lambda copy, _: _strided(copy.before)),
+    field("after", "to", "text", 85, "memory format of the copy", cell=lambda copy, _: _strided(copy.after)),
+    field("hidden", "as", "text", 60, "an op of the model, or inside a kernel that frees it again", key="kind"),
+    field("place", "at", "text", 88, "line of code that asked for it", alone="line"),
+    field("bytes", "copied", "bytes", 95, "bytes of the copy"),
     cell={
         "tensor": lambda copy, _: Specs((copy.tensor,)),
         "hidden": lambda copy, _: "in the kernel" if copy.hidden else "an op",

@@ -10,13 +10,6 @@ from memsize.records.aggregates import alive, live_bytes
 from memsize.records.answer import Answer
 from memsize.records.codec import Size
 from memsize.records.fields import (
-    BYTES,
-    COUNT,
-    NAME,
-    PATH,
-    ROLE,
-    SPECS,
-    TEXT,
     Fields,
     FlatTable,
     Label,
@@ -44,15 +37,15 @@ class LiveTensor(NamedTuple):
 
 
 TENSOR_FIELDS: Final = Fields[LiveTensor](
-    field("bytes", "holds", BYTES, 100, "its size"),
-    field("role", "as", TEXT, 98, "its role", drawn=ROLE, alone="role"),
-    shown("spec", "tensor", SPECS, 70, "its first tensor", get=lambda row: [TensorSpec(row.dtype, row.shape)]),
+    field("bytes", "holds", "bytes", 100, "its size"),
+    field("role", "as", "text", 98, "its role", drawn="role", alone="role"),
+    shown("spec", "tensor", "specs", 70, "its first tensor", get=lambda row: [TensorSpec(row.dtype, row.shape)]),
     field("dtype"),
     field("shape", get=lambda row: ",".join(map(str, row.shape))),
-    field("layer", "in", PATH, 90, "the module that was running", alone="module"),
-    field("op", "by", TEXT, 80, "the op that made it", alone="op"),
-    field("phase", "phase", TEXT, 60, "phase that made it"),
-    field("line", "made at", TEXT, 99, "the line of the program that made it"),
+    field("layer", "in", "path", 90, "the module that was running", alone="module"),
+    field("op", "by", "text", 80, "the op that made it", alone="op"),
+    field("phase", "phase", "text", 60, "phase that made it"),
+    field("line", "made at", "text", 99, "the line of the program that made it"),
 )
 
 
@@ -201,20 +194,20 @@ class ChildRun(NamedTuple):
 
 
 CHILD_FIELDS: Final = Fields[ChildRun](
-    field("command", "process", TEXT, 100, "the command that started it"),
-    field("rank", "rank", COUNT, 60, "its rank in the job"),
-    field("steps", "steps", COUNT, 70, "its optimizer steps"),
-    field("reserved", "reserved", BYTES, 80, "the allocator's segments at their peak"),
-    field("low", "GPU, at least", BYTES, 85, "lower bound of its figure in nvidia-smi at the peak"),
-    field("high", "GPU, at most", BYTES, 90, "upper bound of its figure in nvidia-smi at the peak"),
-    field("failure", "failed with", TEXT, 95, "the error or the status that ended it"),
+    field("command", "process", "text", 100, "the command that started it"),
+    field("rank", "rank", "count", 60, "its rank in the job"),
+    field("steps", "steps", "count", 70, "its optimizer steps"),
+    field("reserved", "reserved", "bytes", 80, "the allocator's segments at their peak"),
+    field("low", "GPU, at least", "bytes", 85, "lower bound of its figure in nvidia-smi at the peak"),
+    field("high", "GPU, at most", "bytes", 90, "upper bound of its figure in nvidia-smi at the peak"),
+    field("failure", "failed with", "text", 95, "the error or the status that ended it"),
 )
 
 
 HOST_FIELDS: Final = Fields[HostRow](
-    field("kind", "memory of the host", TEXT, 100, "its use"),
-    field("requested", "tensors", BYTES, 80, "peak of the bytes that live tensors ask for", nullable=True),
-    field("reserved", "takes", BYTES, 90, "memory that the process keeps for them"),
+    field("kind", "memory of the host", "text", 100, "its use"),
+    field("requested", "tensors", "bytes", 80, "peak of the bytes that live tensors ask for", nullable=True),
+    field("reserved", "takes", "bytes", 90, "memory that the process keeps for them"),
 )
 
 
@@ -293,10 +286,10 @@ class ModuleShare(NamedTuple):
 
 
 MODULE_FIELDS: Final = Fields[ModuleShare](
-    field("path", "module", NAME, 100, "a module with all that is below it", key="module"),
-    field("type", "type", TEXT, 50, "its class", get=lambda share: share.type or None),
-    field("total", "at the peak", BYTES, 99, "its live memory at the peak of the run"),
-    field("most", "at most", BYTES, 70, "its own peak"),
+    field("path", "module", "name", 100, "a module with all that is below it", key="module"),
+    field("type", "type", "text", 50, "its class", get=lambda share: share.type or None),
+    field("total", "at the peak", "bytes", 99, "its live memory at the peak of the run"),
+    field("most", "at most", "bytes", 70, "its own peak"),
     get={"total": lambda share: sum(share.roles.values())},
     cell={"path": lambda share, _: Label("outside of modules") if share.path is None else Path(share.path)},
 )

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Answer
 from memsize.records.codec import NotEmpty
-from memsize.records.fields import BYTES, COUNT, NAME, PATH, TEXT, Fields, FlatTable, Label, field, role_fields
+from memsize.records.fields import Fields, FlatTable, Label, field, role_fields
 from memsize.records.finding import Finding, moment_in_words
 from memsize.records.program import ProgramRun
 from memsize.records.world import World
@@ -39,27 +39,26 @@ class RankRow(NamedTuple):
 
 
 RANK_FIELDS: Final = Fields[RankRow](
-    field("rank", kind=COUNT),
-    field("node", kind=COUNT),
+    field("rank", kind="count"),
+    field("node", kind="count"),
     field("ran", get=lambda row: row.rank in row.group.ran),
-    field("requested", kind=BYTES, get=lambda row: row.group.run.peak.requested),
-    field("allocated", kind=BYTES, get=lambda row: row.group.run.peak.allocated),
-    field("reserved", kind=BYTES, get=lambda row: row.group.run.peak.reserved),
-    field("device_low", kind=BYTES, get=lambda row: row.group.run.peak.device.low),
-    field("device_high", kind=BYTES, get=lambda row: row.group.run.peak.device.high),
+    field("requested", kind="bytes", get="group.run.peak.requested"),
+    field("allocated", kind="bytes", get="group.run.peak.allocated"),
+    field("reserved", kind="bytes", get="group.run.peak.reserved"),
+    field("device_low", kind="bytes", get="group.run.peak.device.low"),
+    field("device_high", kind="bytes", get="group.run.peak.device.high"),
 )
 
 GROUP_FIELDS: Final = Fields[RankGroup](
-    field("ranks", "ranks", NAME, 100, "ranks with equal memory", cell=lambda group, _: Label(spans(group.ranks))),
-    field("ran", "run", TEXT, 60, "the ranks of the group that were run", get=lambda group: spans(group.ran)),
-    field("requested", "tensors", BYTES, 98, "live bytes at the peak", get=lambda group: group.run.peak.requested),
-    field("reserved", "reserved", BYTES, 97, "the allocator's segments at their peak"),
-    field("device", "GPU, at most", BYTES, 99, "upper bound of the figure in nvidia-smi at the peak"),
-    field("phase", "in", TEXT, 96, "phase of the peak", alone="phase"),
-    field("layer", "at", PATH, 70, "the layer that runs then", alone="layer"),
+    field("ranks", "ranks", "name", 100, "ranks with equal memory", cell=lambda group, _: Label(spans(group.ranks))),
+    field("ran", "run", "text", 60, "the ranks of the group that were run", get=lambda group: spans(group.ran)),
+    field("requested", "tensors", "bytes", 98, "live bytes at the peak", get="run.peak.requested"),
+    field("reserved", "reserved", "bytes", 97, "the allocator's segments at their peak", get="run.peak.reserved"),
+    field("device", "GPU, at most", "bytes", 99, "upper bound of the figure in nvidia-smi at the peak"),
+    field("phase", "in", "text", 96, "phase of the peak", alone="phase"),
+    field("layer", "at", "path", 70, "the layer that runs then", alone="layer"),
     get={
-        "reserved": lambda group: group.run.peak.reserved,
-        "device": lambda group: group.run.peak.device.high,
+        "device": "run.peak.device.high",
         "phase": lambda group: moment_in_words(group.run.peak.peak_phase, None, group.run.peak.peak_step),
         "layer": lambda group: group.run.peak.peak_layer or None,
     },

@@ -14,15 +14,7 @@ from memsize.errors import UnknownOutputError
 from memsize.records.aggregates import Row, Totals, own_rows, stored_dtypes, totals
 from memsize.records.answer import Answer, TableFrame
 from memsize.records.fields import (
-    BYTES,
-    COUNT,
-    NAME,
-    PATH,
     SCENARIO,
-    SHARE,
-    SPECS,
-    TEXT,
-    WORDS,
     Field,
     Fields,
     FlatTable,
@@ -92,8 +84,8 @@ def _figure(
     share: Any = {"get": lambda row: row.result.share(name, row.baseline), "key": f"{key}_of_fp32", "beside": key}
     title_of_share = "% of fp32" if share_weight else ""
     return (
-        field(name, title, BYTES, weight, hint, get=lambda row: row.result.figure(name), key=key, role=role),
-        field(f"{name}_of_fp32", title_of_share, SHARE, share_weight, f"{title} ÷ fp32's", **share),
+        field(name, title, "bytes", weight, hint, get=lambda row: row.result.figure(name), key=key, role=role),
+        field(f"{name}_of_fp32", title_of_share, "share", share_weight, f"{title} ÷ fp32's", **share),
     )
 
 
@@ -120,9 +112,9 @@ SHARES: Final = tuple(share.name for _, share in _FIGURE_FIELDS)
 """Their shares of float32's."""
 
 SCENARIO_FIELDS: Final = Fields[ScenarioRow](
-    field("name", "scenario", NAME, 100, SCENARIO.help, get=lambda row: row.result.name, key="scenario"),
-    field("status", get=lambda row: row.result.status),
-    field("reason", get=lambda row: row.result.reason),
+    field("name", "scenario", "name", 100, SCENARIO.help, get="result.name", key="scenario"),
+    field("status", get="result.status"),
+    field("reason", get="result.reason"),
     *chain.from_iterable(_FIGURE_FIELDS),
     cell={"name": lambda row, _: row.result.label},
     nullable=FIGURES,
@@ -240,33 +232,29 @@ _OUTPUT = "new memory that its outputs take; views and in-place results: 0"
 _SAVED = "bytes that its ops keep for backward, without parameters"
 _NOTES = "other paths, ties, views, calls, what was never called or used"
 LAYER_FIELDS: Final = Fields[Row](
-    field("path", "layer", PATH, 100, "the module's path in the model", key="layer"),
-    field("type", "type", TEXT, 60, "its class"),
-    field("depth", kind=COUNT),
-    field("kernel", "kernel", TEXT, 21, "size of its window"),
+    field("path", "layer", "path", 100, "the module's path in the model", key="layer"),
+    field("type", "type", "text", 60, "its class"),
+    field("depth", kind="count"),
+    field("kernel", "kernel", "text", 21, "size of its window", get=lambda row: "×".join(map(str, row.kernel))),
     field("input", get=lambda row: _joined(row.inputs)),
-    shown("inputs", "input", SPECS, 22, "its input tensors", key="input"),
+    shown("inputs", "input", "specs", 22, "its input tensors", key="input"),
     field("output", get=lambda row: _joined(output.spec for output in row.outputs)),
-    shown("outputs", "output", SPECS, 70, "its output tensors", key="output"),
-    field("calls", "calls", COUNT, 20, "number of calls"),
-    field("parameters", "parameters", COUNT, 80, "elements of its own parameters, tied ones once"),
-    field("trainable", "trainable", COUNT, 23, "parameters that require a gradient"),
-    shown("parameters_share", "% of parameters", SHARE, 24, "its part of the model's parameters", key="share"),
-    field("stored_as", "stored as", WORDS, 50, "the dtypes in which its parameters are stored", key="dtype"),
-    field("parameter_bytes", "stored", BYTES, 95, "bytes of its own parameters", key="stored", role="parameter"),
-    field("buffer_bytes", "buffers", BYTES, 62, "bytes of its own buffers", key="buffers", role="buffer"),
-    field("attribute_bytes", "not registered", BYTES, 88, "bytes of tensors that it holds as plain attributes"),
-    field("cast_bytes", "cast copies", BYTES, 65, _CAST, key="cast", role="cast copy"),
-    field("output_bytes", "new output", BYTES, 85, _OUTPUT, key="new", role="output"),
-    field("saved_bytes", "kept for backward", BYTES, 90, _SAVED, key="saved", role="activation"),
-    field("multiply_adds", "multiply-adds", COUNT, 25, "of matrix products and convolutions", key="mult_adds"),
-    shown("multiply_adds_share", "% of multiply-adds", SHARE, 24, "its share of the forward's multiply-adds"),
-    field("marks", "notes", WORDS, 92, _NOTES, get=lambda row: _joined(row.marks), key="notes"),
-    get={
-        "kernel": lambda row: "×".join(map(str, row.kernel)),
-        "outputs": lambda row: [output.spec for output in row.outputs],
-        "stored_as": lambda row: _joined(row.dtypes),
-    },
+    shown("outputs", "output", "specs", 70, "its output tensors", key="output"),
+    field("calls", "calls", "count", 20, "number of calls"),
+    field("parameters", "parameters", "count", 80, "elements of its own parameters, tied ones once"),
+    field("trainable", "trainable", "count", 23, "parameters that require a gradient"),
+    shown("parameters_share", "% of parameters", "share", 24, "its part of the model's parameters", key="share"),
+    field("stored_as", "stored as", "words", 50, "the dtypes in which its parameters are stored", key="dtype"),
+    field("parameter_bytes", "stored", "bytes", 95, "bytes of its own parameters", key="stored", role="parameter"),
+    field("buffer_bytes", "buffers", "bytes", 62, "bytes of its own buffers", key="buffers", role="buffer"),
+    field("attribute_bytes", "not registered", "bytes", 88, "bytes of tensors that it holds as plain attributes"),
+    field("cast_bytes", "cast copies", "bytes", 65, _CAST, key="cast", role="cast copy"),
+    field("output_bytes", "new output", "bytes", 85, _OUTPUT, key="new", role="output"),
+    field("saved_bytes", "kept for backward", "bytes", 90, _SAVED, key="saved", role="activation"),
+    field("multiply_adds", "multiply-adds", "count", 25, "of matrix products and convolutions", key="mult_adds"),
+    shown("multiply_adds_share", "% of multiply-adds", "share", 24, "its share of the forward's multiply-adds"),
+    field("marks", "notes", "words", 92, _NOTES, get=lambda row: _joined(row.marks), key="notes"),
+    get={"outputs": lambda row: [output.spec for output in row.outputs], "stored_as": lambda row: _joined(row.dtypes)},
     cell={
         "parameters_share": lambda row, whole: share_of(row.parameters, whole.parameters),
         "stored_as": lambda row, _: Words(row.dtypes),
@@ -308,12 +296,12 @@ TENSOR_FIELDS: Final = Fields[StoredTensor](
     field("name"),
     field("kind"),
     field("layer"),
-    field("dtype", get=lambda tensor: tensor.spec.dtype),
+    field("dtype", get="spec.dtype"),
     field("stored_as", get=lambda tensor: _joined(stored_dtypes([tensor]))),
-    field("shape", get=lambda tensor: tensor.spec.shape),
-    field("elements", kind=COUNT),
-    field("bytes", kind=BYTES),
-    field("reported_bytes", kind=BYTES),
+    field("shape", get="spec.shape"),
+    field("elements", kind="count"),
+    field("bytes", kind="bytes"),
+    field("reported_bytes", kind="bytes"),
     field("trainable"),
     field("tied_to"),
     field("wrapper"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field as attribute
 from typing import Any, ClassVar, Final, NamedTuple, TypedDict
 
 from memsize.records.answer import Answer, TableFrame
-from memsize.records.fields import BYTES, COUNT, SCENARIO, TEXT, Cell, Field, Fields, FlatTable, Kind, field
+from memsize.records.fields import SCENARIO, Cell, Field, Fields, FlatTable, Kind, field
 from memsize.records.finding import Finding
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, Interval
@@ -22,16 +22,10 @@ class LayerGroup(NamedTuple):
     window: int | None = None
 
 
-class _Newer(TypedDict, total=False):
-    """Arguments that files of older versions do not have."""
-
-    server: str
-    kv_bytes: int | None
-
-
-class ServingArguments(_Newer):
+class ServingArguments(TypedDict):
     """The arguments of a server: `memsize.spec.generation.ServerArguments` by the names that answers have for them."""
 
+    server: str
     utilization: float
     block: int
     batched_tokens: int
@@ -39,6 +33,7 @@ class ServingArguments(_Newer):
     context: int | None
     tp: int
     kv_dtype: str | None
+    kv_bytes: int | None
 
 
 class Concurrency(NamedTuple):
@@ -111,16 +106,12 @@ def _interval(
 ) -> tuple[Field[ServingRow], Field[ServingRow]]:
     """Two fields for the ends of an interval of `Paged`; without an interval files have None, documents 0."""
 
-    def read(paged: Paged | None, end: str) -> Any:
-        interval = None if paged is None else getattr(paged, figure or key)
-        return None if interval is None else getattr(interval, end)
-
     def getters(end: str) -> dict[str, Any]:
         def cell(row: ServingRow, _: object) -> Cell:
-            value = None if row.reason is not None else read(row.paged or _NO_CACHE, end)
-            return None if value is None else draw(value)
+            interval = None if row.reason is not None else getattr(row.paged or _NO_CACHE, figure or key)
+            return None if interval is None else draw(getattr(interval, end))
 
-        return {"get": lambda row: read(row.paged, end), "cell": cell, "optional": optional}
+        return {"get": f"paged.{figure or key}.{end}", "cell": cell, "optional": optional}
 
     return (
         field(f"{key}_from", title, kind, weight, hint, key=key, **getters("low")),
@@ -134,27 +125,27 @@ _CONCURRENCY_HINT: Final = "requests of the whole context at once, at least"
 
 SERVING_FIELDS: Final = Fields[ServingRow](
     SCENARIO,
-    field("weights", "weights", BYTES, 98, "parameters and buffers"),
-    field("profile", "step", BYTES, 97, "memory of the largest step, without the weights"),
-    field("non_torch_from", kind=BYTES, get=lambda row: row.non_torch.low),
-    field("non_torch_to", kind=BYTES, get=lambda row: row.non_torch.high),
-    *_interval("kv_cache", "KV cache from", BYTES, 96, _CACHE_HINT, figure="available", draw=Bytes),
-    field("block_bytes", kind=BYTES, get=lambda row: row.paged and row.paged.block_bytes),
-    *_interval("blocks", "blocks from", COUNT, 80, "blocks of the cache, at least"),
-    *_interval("tokens", "tokens from", COUNT, 95, "tokens that they hold, at least"),
-    *_interval("concurrency", "requests from", COUNT, 93, _CONCURRENCY_HINT, draw=_requests),
-    *_interval("longest", "longest from", COUNT, 70, _LONGEST_HINT, optional=True),
-    field("graphs_from", kind=BYTES, get=lambda row: row.graphs.low),
-    field("graphs_to", kind=BYTES, get=lambda row: row.graphs.high),
-    field("shortage", kind=BYTES),
+    field("weights", "weights", "bytes", 98, "parameters and buffers"),
+    field("profile", "step", "bytes", 97, "memory of the largest step, without the weights"),
+    field("non_torch_from", kind="bytes", get="non_torch.low"),
+    field("non_torch_to", kind="bytes", get="non_torch.high"),
+    *_interval("kv_cache", "KV cache from", "bytes", 96, _CACHE_HINT, figure="available", draw=Bytes),
+    field("block_bytes", kind="bytes", get="paged.block_bytes"),
+    *_interval("blocks", "blocks from", "count", 80, "blocks of the cache, at least"),
+    *_interval("tokens", "tokens from", "count", 95, "tokens that they hold, at least"),
+    *_interval("concurrency", "requests from", "count", 93, _CONCURRENCY_HINT, draw=_requests),
+    *_interval("longest", "longest from", "count", 70, _LONGEST_HINT, optional=True),
+    field("graphs_from", kind="bytes", get="graphs.low"),
+    field("graphs_to", kind="bytes", get="graphs.high"),
+    field("shortage", kind="bytes"),
     field("reason"),
     lacks=lambda row: row.reason is not None,
 )
 
 GROUP_FIELDS: Final = Fields[LayerGroup](
-    field("kind", "attention", TEXT, 100, "how the layer stores past tokens"),
-    field("layers", "layers", COUNT, 99, "number of layers that share a table of blocks"),
-    field("window", "window", COUNT, 98, "the tokens that a sliding window keeps"),
+    field("kind", "attention", "text", 100, "how the layer stores past tokens"),
+    field("layers", "layers", "count", 99, "number of layers that share a table of blocks"),
+    field("window", "window", "count", 98, "the tokens that a sliding window keeps"),
 )
 
 

@@ -19,10 +19,6 @@ from memsize.errors import OutputError
 from memsize.records.answer import Answer, TableFrame
 from memsize.records.codec import coder
 from memsize.records.fields import (
-    BYTES,
-    COUNT,
-    NAME,
-    TEXT,
     Cell,
     Field,
     Fields,
@@ -111,30 +107,30 @@ def _setting(key: str, title: str, kind: Kind, hint: str, nullable: bool = False
 
 
 SETTING_FIELDS: Final = Fields[SweepRow](
-    _setting("target", "target", NAME, "the model"),
-    _setting("arguments", "arguments", TEXT, "arguments of its constructor"),
-    _setting("input", "input", TEXT, "the shape of its input"),
-    _setting("inputs", "inputs", TEXT, "the function that makes its inputs"),
-    _setting("lora", "LoRA", TEXT, "the options of its LoRA adapters"),
-    _setting("adapter", "adapter", TEXT, "its adapters of another kind"),
-    _setting("base", "base", TEXT, "the format of its quantized base"),
-    _setting("freeze", "frozen", TEXT, "the patterns of what is frozen"),
-    _setting("train", "train", TEXT, "the optimizer; none is inference"),
-    _setting("loss", "loss", TEXT, "the loss"),
-    _setting("gradient_accumulation_steps", "gradient_accumulation_steps", COUNT, "backward passes in each step"),
-    _setting("ema", "EMA", TEXT, "whether an averaged copy of the parameters is kept"),
-    _setting("scenario", "scenario", TEXT, "how the model is stored and run"),
-    _setting("mode", "mode", TEXT, "training or evaluation mode"),
-    _setting("stack", "stack", TEXT, "PyTorch and CUDA on the GPU"),
-    _setting("allocator", "allocator", TEXT, "settings of the caching allocator"),
-    _setting("execute", "execute", TEXT, "whether it was really computed"),
-    _setting("parallel", "parallel", TEXT, "how a training is spread over several GPUs"),
-    _setting("seq_len", "tokens", COUNT, "tokens of each text", nullable=True),
-    _setting("batch_size", "batch", COUNT, "samples in each batch", nullable=True),
-    _setting("gpu", "GPU", TEXT, "where it is run"),
+    _setting("target", "target", "name", "the model"),
+    _setting("arguments", "arguments", "text", "arguments of its constructor"),
+    _setting("input", "input", "text", "the shape of its input"),
+    _setting("inputs", "inputs", "text", "the function that makes its inputs"),
+    _setting("lora", "LoRA", "text", "the options of its LoRA adapters"),
+    _setting("adapter", "adapter", "text", "its adapters of another kind"),
+    _setting("base", "base", "text", "the format of its quantized base"),
+    _setting("freeze", "frozen", "text", "the patterns of what is frozen"),
+    _setting("train", "train", "text", "the optimizer; none is inference"),
+    _setting("loss", "loss", "text", "the loss"),
+    _setting("gradient_accumulation_steps", "gradient_accumulation_steps", "count", "backward passes in each step"),
+    _setting("ema", "EMA", "text", "whether an averaged copy of the parameters is kept"),
+    _setting("scenario", "scenario", "text", "how the model is stored and run"),
+    _setting("mode", "mode", "text", "training or evaluation mode"),
+    _setting("stack", "stack", "text", "PyTorch and CUDA on the GPU"),
+    _setting("allocator", "allocator", "text", "settings of the caching allocator"),
+    _setting("execute", "execute", "text", "whether it was really computed"),
+    _setting("parallel", "parallel", "text", "how a training is spread over several GPUs"),
+    _setting("seq_len", "tokens", "count", "tokens of each text", nullable=True),
+    _setting("batch_size", "batch", "count", "samples in each batch", nullable=True),
+    _setting("gpu", "GPU", "text", "where it is run"),
 )
 
-_GPUS: Final[Field[SweepRow]] = field("gpus", kind=COUNT)
+_GPUS: Final[Field[SweepRow]] = field("gpus", kind="count")
 """The field of a training that is spread."""
 
 COLUMNS: Final = tuple(column.name for column in SETTING_FIELDS.columns)
@@ -145,23 +141,23 @@ OUTCOMES: Final[Mapping[Outcome, str]] = {"fits": "yes", "exceeds": "no", "unsur
 
 
 SWEEP_FIELDS: Final = Fields[SweepRow](
-    field("outcome", "fits", TEXT, 89, "whether it fits the GPU", cell=lambda row, _: OUTCOMES[row.outcome]),
-    field("parameters", "parameters", COUNT, 60, "number of the model's parameters", nullable=True),
-    field("stored", "stored", BYTES, 62, "bytes of parameters and buffers", nullable=True),
-    field("requested", kind=BYTES, nullable=True),
-    field("allocated", kind=BYTES, nullable=True),
-    field("reserved", "reserved", BYTES, 88, "the caching allocator's segments at their peak", nullable=True),
-    field("device_from", kind=BYTES, get=lambda row: row.device and row.device.low, nullable=True),
-    field("device_to", "device", BYTES, 87, "upper bound of the figure in nvidia-smi", key="device", nullable=True),
-    field("gpu_bytes", kind=BYTES, nullable=True),
-    field("left", "left", BYTES, 80, "lower bound of the GPU's free memory", nullable=True),
-    shown("mostly", "mostly", TEXT, 70, "the role with most bytes at the peak"),
-    field("phase", "in", TEXT, 68, "the phase of the peak", get=lambda row: row.phase or None, alone="phase"),
-    field("layer", "at", NAME, 50, "the layer of the peak", get=lambda row: row.layer or None, alone="layer"),
+    field("outcome", "fits", "text", 89, "whether it fits the GPU", cell=lambda row, _: OUTCOMES[row.outcome]),
+    field("parameters", "parameters", "count", 60, "number of the model's parameters", nullable=True),
+    field("stored", "stored", "bytes", 62, "bytes of parameters and buffers", nullable=True),
+    field("requested", kind="bytes", nullable=True),
+    field("allocated", kind="bytes", nullable=True),
+    field("reserved", "reserved", "bytes", 88, "the caching allocator's segments at their peak", nullable=True),
+    field("device_from", kind="bytes", get="device.low", nullable=True),
+    field("device_to", "device", "bytes", 87, "upper bound of the figure in nvidia-smi", key="device", nullable=True),
+    field("gpu_bytes", kind="bytes", nullable=True),
+    field("left", "left", "bytes", 80, "lower bound of the GPU's free memory", nullable=True),
+    shown("mostly", "mostly", "text", 70, "the role with most bytes at the peak"),
+    field("phase", "in", "text", 68, "the phase of the peak", get=lambda row: row.phase or None, alone="phase"),
+    field("layer", "at", "name", 50, "the layer of the peak", get=lambda row: row.layer or None, alone="layer"),
     field("seconds"),
     field("reason"),
     get={
-        "device_to": lambda row: row.device and row.device.high,
+        "device_to": "device.high",
         "mostly": lambda row: noun(max(row.roles, key=lambda role: row.roles[role])) if row.roles else None,
     },
     cell={"layer": lambda row, _: None if row.device is None else LayerPath(row.layer)},

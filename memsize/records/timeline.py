@@ -9,7 +9,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Renderable
-from memsize.records.fields import BYTES, PATH, TEXT, WORDS, Fields, FlatTable, Missing, field
+from memsize.records.fields import Fields, FlatTable, Missing, field
 from memsize.records.gpu import Card, StreamShare
 from memsize.records.roles import Role
 from memsize.records.trace import Storage
@@ -74,10 +74,10 @@ class LengthRow(NamedTuple):
 
 
 LENGTH_FIELDS: Final = Fields[LengthRow](
-    field("setting", "batches", TEXT, 100, "batching method, or a setting of the allocator"),
-    field("requested", "tensors", BYTES, 97, "live bytes at the peak"),
-    field("expected", "reserved", BYTES, 99, "the allocator's segments at their peak, for batches in a random order"),
-    field("worst", "worst order", BYTES, 98, "the same for the worst of five orders, two of them made to fragment"),
+    field("setting", "batches", "text", 100, "batching method, or a setting of the allocator"),
+    field("requested", "tensors", "bytes", 97, "live bytes at the peak"),
+    field("expected", "reserved", "bytes", 99, "the allocator's segments at their peak, for batches in a random order"),
+    field("worst", "worst order", "bytes", 98, "the same for the worst of five orders, two of them made to fragment"),
     nullable=("expected", "worst"),
     missing=lambda _: Missing("runs out of memory"),
 )
@@ -252,15 +252,15 @@ class PhaseSummary(NamedTuple):
 
 
 PHASE_FIELDS: Final = Fields[PhaseSummary](
-    field("name", "phase", WORDS, 100, "phase of the step", get=lambda row: [row.name], key="phase"),
-    field("steps", "step", WORDS, 99, "steps with the same figures"),
-    field("before", "starts with", BYTES, 90, "live bytes before its first event"),
-    field("peak", "at most", BYTES, 98, "live bytes at its highest moment", get=lambda row: row.summit.bytes),
-    field("allocated", "allocated", BYTES, 70, "the allocator's blocks at that moment"),
-    field("reserved", "reserved", BYTES, 72, "the allocator's segments at that moment"),
-    field("layer", "at", PATH, 95, "the layer that runs at that moment", alone="layer"),
-    field("op", "op", TEXT, 85, "the op that runs at that moment", get=lambda row: row.summit.op or None),
-    get={"steps": lambda row: [str(step) for step in row.steps if step], "layer": lambda row: row.summit.layer},
+    field("name", "phase", "words", 100, "phase of the step", get=lambda row: [row.name], key="phase"),
+    field("steps", "step", "words", 99, "steps with the same figures"),
+    field("before", "starts with", "bytes", 90, "live bytes before its first event"),
+    field("peak", "at most", "bytes", 98, "live bytes at its highest moment", get="summit.bytes"),
+    field("allocated", "allocated", "bytes", 70, "the allocator's blocks at that moment"),
+    field("reserved", "reserved", "bytes", 72, "the allocator's segments at that moment"),
+    field("layer", "at", "path", 95, "the layer that runs at that moment", alone="layer", get="summit.layer"),
+    field("op", "op", "text", 85, "the op that runs at that moment", get=lambda row: row.summit.op or None),
+    get={"steps": lambda row: [str(step) for step in row.steps if step]},
 )
 
 

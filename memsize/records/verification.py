@@ -10,12 +10,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 from memsize.records.answer import Answer, TableFrame
 from memsize.records.codec import NotEmpty
 from memsize.records.fields import (
-    BYTES,
-    CHANGE,
-    NAME,
-    SIGNED,
-    TEXT,
-    WORDS,
     Cell,
     Change,
     Fields,
@@ -81,14 +75,13 @@ def _measured(value: Any, cell: Callable[[Any], Cell]) -> Cell:
 _UP_TO: Final = "the highest prediction, where cuDNN's workspaces or the CUDA context are unknown"
 
 FIGURE_FIELDS: Final = Fields[FigureComparison](
-    field("figure", "peak", NAME, 100, "the figure that is compared"),
-    field("benchmark", "cudnn.benchmark", TEXT, 100, "torch.backends.cudnn.benchmark in that run"),
-    field("predicted", "predicted", BYTES, 98, "the lowest prediction", get=lambda row: row.predicted.low),
-    field("predicted_most", "up to", BYTES, 92, _UP_TO, key="most"),
-    field("measured", "measured", BYTES, 99, "the figure on the GPU", nullable=True),
-    field("difference", "off by", SIGNED, 96, "predicted minus measured; 0 inside the interval", nullable=True),
-    field("share", "%", CHANGE, 95, "the same as a share of what was measured"),
-    get={"predicted_most": lambda row: row.predicted.high},
+    field("figure", "peak", "name", 100, "the figure that is compared"),
+    field("benchmark", "cudnn.benchmark", "text", 100, "torch.backends.cudnn.benchmark in that run"),
+    field("predicted", "predicted", "bytes", 98, "the lowest prediction", get="predicted.low"),
+    field("predicted_most", "up to", "bytes", 92, _UP_TO, key="most", get="predicted.high"),
+    field("measured", "measured", "bytes", 99, "the figure on the GPU", nullable=True),
+    field("difference", "off by", "signed", 96, "predicted minus measured; 0 inside the interval", nullable=True),
+    field("share", "%", "change", 95, "the same as a share of what was measured"),
     cell={
         "figure": lambda row, _: Label(row.figure, hint=_HINTS[row.figure]),
         "benchmark": lambda row, _: "on" if row.benchmark else "off",
@@ -219,14 +212,13 @@ class AllocationDifference:
 
 
 DIFFERENCE_FIELDS: Final = Fields[AllocationDifference](
-    field("difference", "in the real step", TEXT, 95, "the kind of difference", get=lambda row: row.kind, key="kind"),
-    field("phase", "phase", TEXT, 80, "the phase of the step", get=lambda row: row.place.phase),
-    field("layer", "layer", NAME, 100, "the layer that allocates it", get=lambda row: row.place.layer),
-    field("op", "op", TEXT, 98, "the operation that allocates it", get=lambda row: row.place.op),
-    field("predicted", "predicted", BYTES, 97, "its bytes as predicted", nullable=True),
-    field("measured", "measured", BYTES, 97, "its bytes as measured", key="real", nullable=True),
-    field("at_peak", "at the peak", WORDS, 85, "whether it is alive at the peak", key="peak"),
-    get={"measured": lambda row: row.real},
+    field("difference", "in the real step", "text", 95, "the kind of difference", get="kind", key="kind"),
+    field("phase", "phase", "text", 80, "the phase of the step", get="place.phase"),
+    field("layer", "layer", "name", 100, "the layer that allocates it", get="place.layer"),
+    field("op", "op", "text", 98, "the operation that allocates it", get="place.op"),
+    field("predicted", "predicted", "bytes", 97, "its bytes as predicted", nullable=True),
+    field("measured", "measured", "bytes", 97, "its bytes as measured", key="real", nullable=True, get="real"),
+    field("at_peak", "at the peak", "words", 85, "whether it is alive at the peak", key="peak"),
     cell={
         "layer": lambda row, _: "(outside the model)" if row.place.layer is None else Path(row.place.layer),
         "at_peak": lambda row, _: Words(("yes",) if row.at_peak else ()),
