@@ -7,9 +7,9 @@ will be shown. Every text that comes out of a file is made printable before it g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
-from memsize.records.codec import Index, Size
+from memsize.records.codec import Size
 from memsize.records.trace import TensorSpec
 
 Use = Literal["tensors", "padding", "metadata", "pickle", "headers", "other", "unclaimed"]
@@ -39,11 +39,6 @@ class FileRecord:
     uses: tuple[int, ...]
     tensors: Size
 
-    def validate(self) -> None:
-        """Raise ValueError unless it has bytes for each use."""
-        if len(self.uses) != len(USES):
-            raise ValueError(f"{len(self.uses)} uses of a file's bytes, not {len(USES)}")
-
     def bytes_for(self, use: Use) -> int:
         """The bytes of the file that are for `use`."""
         return self.uses[USES.index(use)]
@@ -58,7 +53,7 @@ class Storage:
     """
 
     name: str
-    file: Annotated[int, Index("files")]
+    file: int
     offset: int | None
     bytes: Size
     file_bytes: Size
@@ -79,7 +74,7 @@ class Tensor:
     keys: tuple[str, ...]
     spec: TensorSpec
     elements: Size
-    storage: Annotated[int, Index("storages")] | None
+    storage: int | None
     bytes: Size
     unneeded: Size = 0
     shared_with: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from memsize import files
 from memsize.printable import printable
@@ -32,8 +32,12 @@ class Renderable:
         text: str = resolve_name(f"{RENDERER}:render")(self, format)
         return text
 
-    def _plotted(self, picture: Literal["overview", "layers"], unit: str | None, **view: object) -> Figure:
-        figure: Figure = resolve_name(f"{RENDERER}:plotted")(self, picture, unit, **view)
+    def plot(self, unit: str | None = None) -> Figure:
+        """Return the first picture of the value's page as a plotly figure in `unit`: bars, or a run over time.
+
+        Raises `OutputError` without plotly, and where there is nothing to plot.
+        """
+        figure: Figure = resolve_name(f"{RENDERER}:plotted")(self, unit)
         return figure
 
     def _repr_html_(self) -> str:
@@ -111,13 +115,6 @@ class Answer(Renderable, Saveable):
         if path is not None:
             files.write(path, text, overwrite=True)
         return text
-
-    def plot(self, unit: str | None = None) -> Figure:
-        """Return the first picture of the answer's page as a plotly figure in `unit`: bars, or a run over time.
-
-        Raises `OutputError` without plotly, and where there is nothing to plot.
-        """
-        return self._plotted("overview", unit)
 
     def __str__(self) -> str:
         return self._drawn("text").rstrip("\n")

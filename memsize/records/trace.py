@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from memsize.records.codec import Index, Size
+from memsize.records.codec import Size
 from memsize.records.roles import Role
 from memsize.records.world import ALONE, Collective, World
 
@@ -81,7 +81,7 @@ class Layer:
     output_bytes: Size
     saved_bytes: Size
     cast_bytes: Size
-    root: Annotated[int, Index("roots")] = 0
+    root: int = 0
     """Which of `Trace.roots` it belongs to. Where there are several, `path` begins with the root's name."""
     aliases: tuple[str, ...] = ()
     """The paths of the same module elsewhere in the model."""
@@ -144,10 +144,6 @@ class StoredTensor:
         )
 
 
-OptionalLayer = Annotated[int, Index("layers", optional=True)]
-OptionalLine = Annotated[int, Index("lines", optional=True)]
-
-
 PRIVATE_POOL: Final = 1 << 16
 """From here on, streams stand for pools of CUDA graphs, whose memory is reused within a pool only. The first is that of
 compiled code.
@@ -165,14 +161,14 @@ class Storage(NamedTuple):
 
     bytes: Size
     role: Role
-    layer: OptionalLayer
+    layer: int
     op: str
     dtype: str
     shape: tuple[int, ...]
-    saved_by: OptionalLayer
+    saved_by: int
     stream: int = 0
-    line: OptionalLine = -1
-    saved_at: OptionalLine = -1
+    line: int = -1
+    saved_at: int = -1
     doubt: int = 0
 
 
@@ -183,10 +179,10 @@ class Event(NamedTuple):
     `phase` indexes `Trace.phases`, `layer` indexes `Trace.layers` (-1: outside every module).
     """
 
-    storage: Annotated[int, Index("storages")]
+    storage: int
     delta: int
-    phase: Annotated[int, Index("phases")]
-    layer: OptionalLayer
+    phase: int
+    layer: int
     op: str
 
 
@@ -197,8 +193,8 @@ class DeferredFree(NamedTuple):
     depends on how far the GPU is whether the caching allocator can reuse the block.
     """
 
-    event: Annotated[int, Index("events")]
-    until: Annotated[int, Index("events", optional=True, end=True)]
+    event: int
+    until: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +289,7 @@ class Trace:
     """The lines outside of PyTorch that storages come from, the innermost of each (``"model.py:12"``); in a program the
     innermost of its own, with that of a package that it led to (``"train.py:12 > trainer.py:80"``).
     """
-    emptied: tuple[Annotated[int, Index("events", end=True)], ...] = ()
+    emptied: tuple[int, ...] = ()
     """The events before which all that the allocator cached was given back: the program emptied its cache, or a request
     failed.
     """

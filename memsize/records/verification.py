@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer, TableFrame
-from memsize.records.codec import NotEmpty
 from memsize.records.fields import (
     Cell,
     Change,
@@ -144,7 +143,7 @@ class Verification(Answer):
 
     kind: ClassVar = "verification"
 
-    runs: Annotated[tuple[VerifiedRun, ...], NotEmpty()]
+    runs: tuple[VerifiedRun, ...]
     notes: tuple[str, ...] = ()
     command: str = ""
     version: str = ""

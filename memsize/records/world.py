@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from memsize.errors import InputError
-from memsize.records.codec import Index, Size
+from memsize.records.codec import Size
 
 MOST_RANKS: Final = 2**20
 
@@ -79,9 +79,9 @@ class Collective(NamedTuple):
     kind: CollectiveKind
     bytes: Size
     ranks: int
-    phase: Annotated[int, Index("phases")]
-    layer: Annotated[int, Index("layers", optional=True)]
-    event: Annotated[int, Index("events", end=True)]
+    phase: int
+    layer: int
+    event: int
     group: int = -1
     stream: int = 0
 

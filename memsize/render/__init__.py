@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from json import dumps
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from memsize.documents import document
 from memsize.errors import OutputError, UnknownOutputError
@@ -122,14 +122,13 @@ def pieces(
     return (printable_lines(text, escape=escape) for text in texts)
 
 
-def plotted(answer: Renderable, picture: Literal["overview", "layers"], unit: str | None, **view: Any) -> Figure:
-    """One `picture` of `answer` as a figure of plotly; `view` as in `render`.
+def plotted(answer: Renderable, unit: str | None, **view: Any) -> Figure:
+    """The first picture of `answer` as a figure of plotly; `view` as in `render`.
 
-    Raises `OutputError` without plotly, where there is nothing to plot, and for an unknown unit or column.
+    Raises `OutputError` without plotly, where there is nothing to plot, and for an unknown unit.
     """
     _check_unit(unit)
-    shown = document(answer, **view)
-    return resolve_name(f"memsize.render.figures:{picture}")(shown, unit or AUTO)
+    return resolve_name("memsize.render.figures:overview")(document(answer, **view), unit or AUTO)
 
 
 def image(answer: Renderable, format: str, *, unit: str | None = None, **view: Any) -> bytes:
@@ -138,7 +137,7 @@ def image(answer: Renderable, format: str, *, unit: str | None = None, **view: A
     Raises `OutputError` as `check_images` and `plotted` do, and without a browser.
     """
     check_images()
-    figure = plotted(answer, "overview", unit, **view)
+    figure = plotted(answer, unit, **view)
     content: bytes = resolve_name("memsize.render.figures:image")(figure, format)
     return content
 
