@@ -38,11 +38,7 @@ from memsize.records.measurement import (
     Measurement as Measurement,
     OpLocation as OpLocation,
     Peaks as Peaks,
-    SavedMeasurements as SavedMeasurements,
     SoftwareStack as SoftwareStack,
     allocations as allocations,
-    decode as decode,
-    encode as encode,
     log_of as log_of,
-    read as read,
 )

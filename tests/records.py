@@ -141,7 +141,6 @@ from memsize.records.verification import (
     Prediction as Prediction,
     VerifiedRun as VerifiedRun,
     off_by as off_by,
-    read_measurements as read_measurements,
 )
 from memsize.records.world import Collective as Collective, Traffic as Traffic, World
 from memsize.render.cell_text import (

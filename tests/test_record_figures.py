@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
 from memsize import Comparison, Fit, LayoutReport, Timeline, Verification
 from memsize.documents.sections import Table
-from memsize.errors import InputError
 from memsize.records.trace import Event, StoredPart, StoredTensor
 from memsize.units import Bytes
 from tests import records
@@ -24,7 +21,6 @@ from tests.measurements import (
     Peaks,
     SoftwareStack,
     allocations,
-    read,
 )
 from tests.models import LAYOUTS, SCENARIOS, apply_scenario, part
 from tests.records import (
@@ -441,26 +437,6 @@ def test_a_verification_lists_every_run_and_every_difference() -> None:
     assert found.figures.iloc[0].tolist() == ["requested", True, 90, 95, 100, -5, -0.05]
     assert {str(found.figures[name].dtype) for name in ("measured", "difference")} == {"Int64"}
     assert len(Verification((checked(),)).differences) == 0
-    assert found.saved().measurements == (checked().measurement,) * 2
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "expected schema 'memsize.measurement/1', found 'list'"),
-        (json.dumps({"schema": "memsize.measurement/2"}), "found 'memsize.measurement/2'"),
-        (json.dumps({"schema": "memsize.measurement/1"}), "not a memsize measurement"),
-    ],
-)
-def test_what_is_no_measurement_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    with pytest.raises(InputError) as error:
-        read(path)
-    assert says in str(error.value)
-    with pytest.raises(InputError, match="cannot read"):
-        read(tmp_path / "none.json")
 
 
 # --- a timeline

@@ -17,17 +17,18 @@ from pathlib import Path
 
 from benchmarks.truth.suite import SUITE
 from memsize.analysis.verify.verification import verify_measurements
-from memsize.records.measurement import SavedMeasurements, decode
+from memsize.records.codec import coder
+from memsize.records.measurement import Measurement
 from memsize.records.verification import AllocationDifference
 from memsize.render import render
 
 
-def logs(path: Path) -> Iterator[tuple[str, SavedMeasurements]]:
+def logs(path: Path) -> Iterator[tuple[str, list[Measurement]]]:
     """The workloads of a file with their measurements, logs and all."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             data = json.loads(line)
-            yield data.pop("name"), decode(data)
+            yield data["name"], [coder(Measurement).read(measurement) for measurement in data["measurements"]]
 
 
 def summary(differences: Sequence[AllocationDifference]) -> list[str]:

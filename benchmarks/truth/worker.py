@@ -16,11 +16,11 @@ from typing import Any, cast
 
 from benchmarks.truth.outcomes import Outcome, outcome_of
 from benchmarks.truth.suite import SUITE
-from memsize import __version__
 from memsize.analysis.verify.cuda_memory import CudaMemory
 from memsize.analysis.verify.measure import measure
-from memsize.records.measurement import SoftwareStack, encode
-from memsize.records.verification import Prediction, Verification, VerifiedRun
+from memsize.records.codec import plain
+from memsize.records.measurement import SoftwareStack
+from memsize.records.verification import Prediction, VerifiedRun
 
 Predictions = dict[bool, Prediction]
 """Of one workload, by whether cuDNN's benchmark is on."""
@@ -54,9 +54,8 @@ def write_outcome(
     checked = VerifiedRun(replace(seen, workspaces=said.workspaces), said)
     _write(out, outcome_of(name, checked))
     if logs is not None and seen.log is not None:
-        saved = Verification((checked,), command=name, version=__version__).saved()
         with gzip.open(logs, "at", encoding="utf-8") as file:
-            file.write(json.dumps({"name": name, **encode(saved)}) + "\n")
+            file.write(json.dumps({"name": name, "measurements": [plain(checked.measurement)]}) + "\n")
 
 
 def _device_memory(memory: str) -> CudaMemory:

@@ -6,7 +6,6 @@ All take a `ModelRequest`, made of the keywords that `ModelRequest.of` explains.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -231,20 +230,24 @@ def verify(request: VerifyRequest, *, progress: Callable[[str], None] | None = N
     """Compare a prediction with a real GPU: the same step is run there and measured.
 
     The model and its input are given as to `report`. The step is run on this machine, by a process that holds nothing
-    on the device yet; or the prediction is compared with the file `against`, which `Verification.save` wrote.
+    on the device yet; or the prediction is compared with the measurements in the file `against`, which
+    `Verification.save` wrote.
 
     Raises `InputError` where there is no GPU, or the file is no measurement of this step; and `TargetError`,
     `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
-    from memsize.records.verification import read_measurements
+    from memsize.records.run_file import read_run
+    from memsize.records.verification import Verification
 
     scenario, report_progress = scenario_named(request.scenario), progress or (lambda _: None)
     refuse_compiled((scenario,), "comparisons with a GPU")
     refuse_resizing(request.model)
     if request.device and request.against is not None:
         raise InputError("device is a GPU of this machine, and a saved measurement (against) needs none: leave out one")
-    saved = None if request.against is None else read_measurements(os.fspath(request.against))
-    if saved is None:
+    saved: Verification | None = None
+    if request.against is not None:
+        saved = read_run(request.against, {Verification.kind: Verification}.get)
+    else:
         # Before anything else: this may be all there is to say, and it must see the device untouched.
         from memsize.analysis.verify.cuda_memory import CudaMemory
 
@@ -256,7 +259,7 @@ def verify(request: VerifyRequest, *, progress: Callable[[str], None] | None = N
         checked = (
             verify_step(experiment, memory, report_progress)
             if saved is None
-            else verify_measurements(experiment, saved)
+            else verify_measurements(experiment, [run.measurement for run in saved.runs])
         )
     return replace(checked, notes=(*checked.notes, *model.notes))
 

@@ -1,4 +1,4 @@
-"""Measurements of one real run on a GPU, with its log of allocations and frees, and the JSON of both.
+"""Measurements of one real run on a GPU, with its log of allocations and frees.
 
 Sizes are bytes. A figure that could not be read is None, and a run that ran out of memory says so in `error`.
 """
@@ -8,13 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
-
-from memsize import files
-from memsize.errors import InputError
-from memsize.printable import shortened
-from memsize.records.codec import coder, plain
+from typing import Literal, NamedTuple
 
 
 class OpLocation(NamedTuple):
@@ -88,12 +82,6 @@ def allocations(log: AllocationLog) -> tuple[Allocation, ...]:
         Allocation(entry.delta, log.places[entry.place], freed.get(index), index in alive)
         for index, entry in enumerate(begun)
     )
-
-
-SCHEMA: Final = "memsize.measurement/1"
-_LONGEST: Final = 128 * 2**20
-_MOST_VALUES: Final = 16_000_000
-"""Bytes and values of a file; the allocations of a step of a thousand operations are ten thousand values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,41 +189,3 @@ class Measurement:
     seconds: float = 0.0
     log: AllocationLog | None = None
     workspaces: tuple[ConvolutionWorkspace, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SavedMeasurements:
-    """A file of measurements: when and by which command and version of memsize it was written."""
-
-    measurements: tuple[Measurement, ...]
-    command: str
-    date: str
-    memsize: str
-
-
-def encode(saved: SavedMeasurements) -> dict[str, Any]:
-    """`saved` as dicts, lists and scalars, ready for `json.dump`."""
-    return {"schema": SCHEMA, **plain(saved)}
-
-
-def decode(data: object) -> SavedMeasurements:
-    """The measurements that `data` encodes; raises `InputError` when it holds none of this version."""
-    schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
-    if not isinstance(data, dict) or schema != SCHEMA:
-        raise InputError(f"not a memsize measurement: expected schema {SCHEMA!r}, found {schema!r}")
-    try:
-        saved: SavedMeasurements = coder(SavedMeasurements).read({key: data[key] for key in data if key != "schema"})
-    except (TypeError, ValueError) as error:
-        raise InputError(f"not a memsize measurement: {error}") from error
-    return saved
-
-
-def read(path: str | Path) -> SavedMeasurements:
-    """The measurements in a file; raises `InputError` where it cannot be read or holds none."""
-    try:
-        data = files.parse_json(files.read(path, _LONGEST), _MOST_VALUES)
-    except OSError as error:
-        raise InputError(f"cannot read {shortened(str(path), 200)}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    return decode(data)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer, TableFrame
@@ -28,10 +27,7 @@ from memsize.records.measurement import (
     Measurement,
     OpLocation,
     Peaks,
-    SavedMeasurements,
-    read,
 )
-from memsize.records.run_file import is_run_file, read_run
 from memsize.units import Bytes
 
 FIGURES: Final = ("requested", "allocated", "reserved", "device")
@@ -177,11 +173,6 @@ class Verification(Answer):
         "differences", "One row per allocation of the last step that is not as predicted, in order."
     )
 
-    def saved(self, *, logs: bool = True) -> SavedMeasurements:
-        """The measurements alone, as a file has them; `logs` keeps the allocations of the last step."""
-        measurements = (run.measurement if logs else replace(run.measurement, log=None) for run in self.runs)
-        return SavedMeasurements(tuple(measurements), self.command, datetime.now(UTC).date().isoformat(), self.version)
-
 
 DifferenceKind = Literal["predicted only", "real only", "other size", "freed later", "freed earlier"]
 """How the real step differs: an allocation that it lacks, one that was not foreseen, another size, another end."""
@@ -253,14 +244,3 @@ class Prediction:
     """What cuDNN itself says that those convolutions take; nothing where it was not asked."""
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-def read_measurements(path: str) -> SavedMeasurements:
-    """The measurements in a file: of a saved verification, or of one that holds them alone.
-
-    Raises `InputError` where it is neither.
-    """
-    if not is_run_file(path):
-        return read(path)
-    comparisons: Verification = read_run(path, {Verification.kind: Verification}.get)
-    return comparisons.saved()

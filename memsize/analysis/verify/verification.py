@@ -32,9 +32,9 @@ from memsize.records.gpu import DEFAULT_GPU, Card, Interval
 from memsize.records.measurement import (
     ConvolutionWorkspace,
     MeasuredWorkload,
+    Measurement,
     OpLocation,
     Peaks,
-    SavedMeasurements,
     SoftwareStack,
     log_of,
 )
@@ -224,15 +224,13 @@ def verify_step(experiment: Experiment, memory: CudaMemory, progress: Callable[[
     return verification_of(tuple(runs))
 
 
-def verify_measurements(experiment: Experiment, saved: SavedMeasurements) -> Verification:
-    """Compare the measurements of a file with today's prediction for the GPU and software that they were made on.
+def verify_measurements(experiment: Experiment, measurements: Sequence[Measurement]) -> Verification:
+    """Compare measurements with today's prediction for the GPU and software that they were made on.
 
-    Raises `InputError` where the file is of another workload.
+    Raises `InputError` where they are of another workload.
     """
-    if not saved.measurements:
-        raise InputError("the file holds no measurement")
     workload = experiment.workload()
-    for measurement in saved.measurements:
+    for measurement in measurements:
         for field in fields(MeasuredWorkload):
             was, wanted = getattr(measurement.workload, field.name), getattr(workload, field.name)
             if field.name not in _NOT_COMPARED and was != wanted:
@@ -240,13 +238,13 @@ def verify_measurements(experiment: Experiment, saved: SavedMeasurements) -> Ver
                     f"the measurement is of another run: its {field.name} is {was!r}, here it is {wanted!r}"
                 )
     runs: list[VerifiedRun] = []
-    for seen in saved.measurements:
+    for seen in measurements:
         prediction = experiment.predict(seen.stack, benchmark=seen.workload.benchmark, recorded=seen.workspaces)
         runs.append(VerifiedRun(seen, prediction))
-    return verification_of(tuple(runs), (f"measured on {saved.date}",))
+    return verification_of(tuple(runs))
 
 
-def verification_of(runs: tuple[VerifiedRun, ...], notes: tuple[str, ...] = ()) -> Verification:
+def verification_of(runs: tuple[VerifiedRun, ...]) -> Verification:
     """The verification of `runs`, with the allocations of the first one's last step aligned."""
     measured = runs[0].measurement.log
-    return Verification(runs, notes, alignment=None if measured is None else align(runs[0].prediction.log, measured))
+    return Verification(runs, alignment=None if measured is None else align(runs[0].prediction.log, measured))
