@@ -632,7 +632,9 @@ def verification() -> Verification:
     on = replace(
         off, workload=replace(work, benchmark=True), error="CUDA out of memory", tracked=None, log=None, skipped=0
     )
-    found = replace(verification_of((VerifiedRun(off, prediction), VerifiedRun(on, prediction))), notes=("Net is a note",))
+    found = replace(
+        verification_of((VerifiedRun(off, prediction), VerifiedRun(on, prediction))), notes=("Net is a note",)
+    )
     return replace(found, command="memsize verify …", version="0.1.0")
 
 

@@ -177,5 +177,4 @@ def _forest(trace: Trace, kinds: dict[Hashable, int], typed: bool) -> tuple[Node
 
 
 def local_name(tensor: StoredTensor) -> str:
-    """The tensor's name in its layer."""
     return tensor.name.removeprefix(f"{tensor.layer}.")

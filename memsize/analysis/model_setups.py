@@ -176,7 +176,6 @@ class ModelSetups:
         return False
 
     def copy(self) -> nn.Module:
-        """A meta copy of the model as it is."""
         return self._copier.copy()
 
 

@@ -142,7 +142,6 @@ def virtual_gpu(settings: Settings, name: str = "this program") -> Iterator[Virt
 
 
 def program_run(program: Program, command: str, error: BaseException | None) -> ProgramRun:
-    """The record of what `program` showed."""
     trace, memory = program.trace(error), program.memory
     rest = memory.total - memory.outside
     run = ProgramRun(

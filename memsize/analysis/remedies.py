@@ -92,11 +92,9 @@ class RemedySearch(Generic[Variant]):
 
     @cached_property
     def need(self) -> Need:
-        """The need of the variant without remedies."""
         return self.measure(self.base)
 
     def alone(self, remedy: Remedy[Variant]) -> RemedyRow:
-        """Measure one remedy without others."""
         columns = (remedy.name, remedy.title, remedy.cost, remedy.changes)
         without = self.need
         try:

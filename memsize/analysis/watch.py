@@ -70,13 +70,11 @@ class Watch:
     readings: list[Reading] = field(default_factory=list)
 
     def add(self, seconds: float, reading: Reading) -> None:
-        """Take a reading."""
         self.seconds.append(seconds)
         self.readings.append(reading)
 
     @property
     def most(self) -> int:
-        """The most that the process had."""
         return max((reading.used for reading in self.readings), default=0)
 
     def line(self) -> str:
@@ -128,7 +126,6 @@ class Watch:
         return (after - before) / (end - start)
 
     def summary(self) -> str:
-        """The whole in a sentence."""
         expected = f"; {format_span(*self.predicted)} were predicted" if self.predicted else ""
         last = self.readings[-1]
         return (

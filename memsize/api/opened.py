@@ -54,7 +54,6 @@ def opened(
     gpu: str | None = None,
     own: bool = False,
 ) -> Iterator[Opened]:
-    """The subject with its model built, as in `model_of`."""
     with model_of(subject, report_progress, gpu, own=own) as loaded:
         yield with_inputs(subject, loaded)
 

@@ -68,7 +68,6 @@ class Breakdown:
         return tuple(parts)
 
     def of(self, kind: PartKind) -> list[Tensor]:
-        """The tensors of one kind of part."""
         pairs = zip(self.contents.tensors, self.tensor_parts, strict=True)
         return [tensor for tensor, part in pairs if part.kind == kind]
 

@@ -99,7 +99,6 @@ class FileRow(NamedTuple):
     files: tuple[FileRecord, ...]
 
     def bytes_for(self, use: Use) -> int:
-        """The bytes that are for `use`."""
         return sum(file.bytes_for(use) for file in self.files)
 
 

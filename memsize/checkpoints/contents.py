@@ -40,7 +40,6 @@ class FileRecord:
     tensors: Size
 
     def bytes_for(self, use: Use) -> int:
-        """The bytes of the file that are for `use`."""
         return self.uses[USES.index(use)]
 
 
@@ -114,7 +113,6 @@ class Contents:
 
     @property
     def size(self) -> int:
-        """The bytes of all files."""
         return sum(file.size for file in self.files)
 
     @property

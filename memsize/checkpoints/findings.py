@@ -27,7 +27,6 @@ class Inspection:
 
     @cached_property
     def breakdown(self) -> Breakdown:
-        """The parts, dtypes and modules."""
         return Breakdown(self.contents)
 
     @cached_property
@@ -37,7 +36,6 @@ class Inspection:
 
     @property
     def size(self) -> int:
-        """The bytes of all files."""
         return self.contents.size
 
     def share(self, count: int) -> str:
@@ -45,7 +43,6 @@ class Inspection:
         return f"{count / self.size:.0%}" if self.size else "0%"
 
     def matters(self, count: int) -> bool:
-        """Whether `count` bytes are worth a sentence."""
         return count > 0 and count >= NOTEWORTHY * self.size
 
 

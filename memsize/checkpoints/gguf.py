@@ -70,7 +70,6 @@ class _Cursor:
     _base: int = 0
 
     def take(self, count: int) -> bytes:
-        """The next `count` bytes."""
         start = self.position - self._base
         if start < 0 or start + count > len(self._chunk):
             ahead = min(max(count, _CHUNK), self.source.size - self.position)

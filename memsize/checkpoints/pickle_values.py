@@ -83,7 +83,6 @@ class Dict:
 
     @property
     def pairs(self) -> Iterable[tuple[Any, Any]]:
-        """The keys with their values."""
         return zip(self.flat[::2], self.flat[1::2], strict=True)
 
 

@@ -46,7 +46,6 @@ def looks_like(source: Source) -> bool:
 
 
 def read(source: Source) -> Contents:
-    """Read the header of the file at `source`."""
     header, base = _header(source)
     metadata = header.pop(_METADATA, None)
     pieces: list[Piece] = []

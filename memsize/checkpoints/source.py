@@ -212,7 +212,6 @@ class Claims:
     _claims: list[tuple[int, int, Use]] = field(default_factory=list)
 
     def claim(self, start: int, length: int, use: Use) -> None:
-        """Claim `length` bytes from `start` for `use`."""
         if length > 0:
             self._claims.append((start, start + length, use))
 

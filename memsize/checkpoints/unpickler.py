@@ -285,7 +285,6 @@ class Unpickler(pickle._Unpickler):
         self.append(data.decode("utf-8", "replace") if text else data)
 
     def push_long(self, length: int) -> None:
-        """Push a number of `length` bytes."""
         if not 0 <= length <= LONGEST_NUMBER:
             raise self.damaged("it holds a number of too many digits")
         self.budget.pickle -= 5 + (length >> 3)

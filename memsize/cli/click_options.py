@@ -63,7 +63,6 @@ class RequestOption(click.Option):
 
 
 def parameters(request: type) -> list[click.Parameter]:
-    """The arguments and options of a request."""
     return [
         _argument(choice) if choice.positional else _option(choice)
         for choice in options_of(request).values()

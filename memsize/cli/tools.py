@@ -48,7 +48,6 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """The name of the command."""
         return str(self.command.name)
 
     @property
@@ -58,13 +57,11 @@ class Tool:
 
     @property
     def options(self) -> dict[str, Option]:
-        """The options by their keys."""
         options = options_of(self.command.request).items()
         return {key: choice for key, choice in options if choice.written and key not in _WITHHELD}
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of the input."""
         properties = {key: _property(choice) for key, choice in self.options.items()}
         required = [key for key, choice in self.options.items() if choice.positional and choice.required]
         return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
@@ -99,7 +96,6 @@ class Tool:
 
 
 def tools() -> dict[str, Tool]:
-    """All tools by their names."""
     context = click.Context(memsize)
     commands = (memsize.get_command(context, name) for name in _NAMES)
     return {str(command.name): Tool(command) for command in commands if isinstance(command, RequestCommand)}

@@ -156,7 +156,6 @@ class Compiler:
     def _lower(
         self, lowered: Callable[[GraphLowering], None], module: GraphModule, inputs: Sequence[Any], **options: Any
     ) -> Any:
-        """Lower one graph of the partition."""
         move, as_traced = Move(CUDA), _copied(module)
         with planning(self._capability, self._graphs, self._measure_padding, lowered), suspended(), _originals():
             try:

@@ -103,7 +103,6 @@ def _names_device(value: Any, also_text: bool = True) -> bool:
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
-    """Return a fake of the layout of `tensor` on `device`."""
     with _disable_current_modes(), torch._C._DisableTorchDispatch():
         layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
     fake = FakeTensor(mode, layout, device)

@@ -30,8 +30,6 @@ class _Accesses(NamedTuple):
 
 
 class KernelBody:
-    """The body of one `kernel`, made of `nodes`."""
-
     def __init__(self, kernel: Any, nodes: Sequence[Any]) -> None:
         self._kernel = kernel
         self._nodes = nodes

@@ -54,7 +54,6 @@ def _fused(original: Callable[..., Any], *args: Any) -> Any:
 
 
 def tracing_shortcuts() -> Iterator[Patch]:
-    """The patches for Dynamo."""
     if hasattr(symbolic_convert, "get_funcname"):
         yield symbolic_convert, "get_funcname", lambda *_: None
 

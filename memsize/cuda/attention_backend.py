@@ -67,7 +67,6 @@ def choose_backend(call: Attention) -> Backend:
 
 
 def can_run(backend: Backend, call: Attention) -> bool:
-    """Whether the kernel of `backend` is switched on and can run `call`."""
     return all(rule(call) for rule in _RULES[backend])
 
 

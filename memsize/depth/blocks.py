@@ -45,7 +45,6 @@ class ModelBlocks:
 
     @property
     def stacks(self) -> Iterator[Stack]:
-        """The stacks of all groups."""
         return (stack for group in self.groups for stack in group)
 
     @property
@@ -65,7 +64,6 @@ class ModelBlocks:
 
     @property
     def shortest(self) -> int:
-        """The modules of the shortest model."""
         return self.modules((SHORTEST,) * len(self.groups))
 
     @property
@@ -236,7 +234,6 @@ class FoldedPath(NamedTuple):
     rest: str
 
     def unfold(self, number: int) -> str:
-        """Return the path in the block of this number."""
         return self.rest if self.kind is None else f"{self.stem}{number}{self.rest}"
 
 

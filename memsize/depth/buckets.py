@@ -65,7 +65,6 @@ class _Communication:
 
     @property
     def of_indices(self) -> list[int]:
-        """The positions of all events of the indices."""
         return sorted(position for storage in self.indices for position in self.events[storage])
 
     def event(self, storage: int, number: int) -> Event:
@@ -73,7 +72,6 @@ class _Communication:
         return self.trace.events[self.events[storage][number]]
 
     def sent(self) -> list[Collective]:
-        """The collectives that send indices."""
         events = {position + 1 for position in self.of_indices}
         return [one for one in self.trace.collectives if one.kind == "broadcast" and one.event in events]
 
@@ -143,7 +141,6 @@ class _Joining:
         return buckets
 
     def trace(self) -> Trace:
-        """Write the run."""
         apart, single = self.apart, self.single
         first, rebuilt = single.first[0], single.rebuilt[0]
         self._send_chunks()

@@ -52,7 +52,6 @@ class Likeness:
         self._objects: dict[int, tuple[Any, Hashable]] = {}
 
     def features(self, block: nn.Module) -> Features:
-        """Return the features of one block."""
         modules = paths_of(block)
         paths = {id(module): path for module, path in modules.items()}
         numbers: dict[Key, int] = {}

@@ -51,7 +51,6 @@ class _Numbers:
         return number
 
     def all(self, keys: Iterable[Hashable]) -> Integers:
-        """Return the numbers of `keys`."""
         return np.array([self(key) for key in keys], dtype=np.int64)
 
     def column(self, rows: Integers, part: int) -> Integers:

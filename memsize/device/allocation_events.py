@@ -79,7 +79,6 @@ class AllocationEvents:
 
 
 def flow_of(trace: Trace) -> AllocationEvents:
-    """The events of a record."""
     import numpy as np
 
     streams = numbers(trace.storages, "stream")

@@ -98,7 +98,6 @@ class Pool:
         self.segments: dict[int, int] = {}
 
     def copy(self, memory: Memory) -> Self:
-        """The same blocks in a copy of their memory."""
         pool = copy(self)
         pool.memory = memory
         for name in self.STATE:

@@ -222,7 +222,6 @@ def values_of(record: Any, *names: str) -> dict[str, Any]:
 
 
 def findings_data(findings: Iterable[Finding], unit: str) -> list[dict[str, Any]]:
-    """Findings, their sentences in `unit`."""
     return [
         {"code": f.code, "layers": f.layers, "bytes": f.bytes, "text": f.text(unit)}
         | ({"moment": plain(f.moment)} if f.moment else {})

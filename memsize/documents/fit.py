@@ -36,8 +36,6 @@ SCHEMA: Final = "memsize.fit/1"
 
 
 class FitDocument(Document[Fit]):
-    """A fit."""
-
     def sections(self) -> tuple[Section, ...]:
         fit = self.answer
         several, is_frontier = len(fit.budgets) > 1, any(row.batch is not None for row in fit.fit_rows)

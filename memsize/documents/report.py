@@ -198,7 +198,6 @@ class ReportDocument(Document[Report]):
         return versions((self.answer.trace,), (card(self.answer.gpu),) if self.answer.gpu else ())
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """All figures, regardless of `depth` and `columns`."""
         report, trace, totals = self.answer, self.answer.trace, self.answer.totals
         layers = [_layer_data(row) for row in own_rows(trace)]
         return {

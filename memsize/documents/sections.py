@@ -174,7 +174,6 @@ class Table:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the columns."""
         return tuple(column.key for column in self.columns)
 
     def units(self, name: str) -> tuple[Unit, ...]:
@@ -209,7 +208,6 @@ class Table:
         return self if self.chosen else self.without(*(column.key for column in self.columns if column.optional))
 
     def without(self, *keys: str) -> Table:
-        """The table without the columns of `keys`."""
         return self.picked(key for key in self.keys if key not in keys)
 
     def without_empty(self, *keys: str) -> Table:

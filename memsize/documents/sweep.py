@@ -20,8 +20,6 @@ MOST_BARS: Final = 12
 
 
 class SweepDocument(Document[Sweep]):
-    """A sweep."""
-
     def sections(self) -> tuple[Section, ...]:
         sweep = self.answer
         count = len(sweep.sweep_rows)

@@ -32,8 +32,6 @@ MOST_DIFFERENCES: Final = 20
 
 
 class VerificationDocument(Document[Verification]):
-    """A verification."""
-
     def sections(self) -> tuple[Section, ...]:
         verification, alignment = self.answer, self.answer.alignment
         assumptions = dict.fromkeys(text for run in verification.runs for text in run.prediction.assumptions)

@@ -29,7 +29,6 @@ def empty(shape: layout.Shape, dtype: torch.dtype) -> Tensor:
 
 
 def strided(shape: layout.Shape, strides: layout.Shape, dtype: torch.dtype) -> Tensor:
-    """A new tensor with these strides."""
     return _empty_strided(shape, strides, dtype=dtype, device=META)
 
 

@@ -225,7 +225,6 @@ def mixed_devices() -> str:
 
 
 def first_assumption(states: Sequence[ConstantState | None]) -> str | None:
-    """The first assumption among `states`."""
     return next((state.assumption for state in states if state is not None and state.assumption), None)
 
 
@@ -266,7 +265,6 @@ class Routing:
 
     @property
     def assumption(self) -> str:
-        """The assumption in words."""
         if self.imbalance == 1:
             return BALANCED
         busiest = "each expert of the busiest GPU" if self.groups else "the busiest expert"

@@ -99,7 +99,6 @@ class OpTraits:
         self.data_dependent = self.data_dependent or sparse_ops().get(self.name)
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors that a call writes to."""
         tensors: list[torch.Tensor] = []
         for position, name in self.written:
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -130,5 +129,4 @@ class OpTraits:
 
 @cache
 def traits_of(func: Any) -> OpTraits:
-    """The traits of an overload."""
     return OpTraits(func)

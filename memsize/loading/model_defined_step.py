@@ -40,7 +40,6 @@ class ModelDefinedStep(ABC):
 
     @property
     def model(self) -> nn.Module:
-        """The model that this is the forward of."""
         model = self._model()
         assert model is not None  # which holds this
         return model

@@ -37,7 +37,6 @@ class Preset:
 
     @property
     def note(self) -> str:
-        """The origin of the config."""
         return f"its config is the preset {self.id} of {self.date}, from {self.source}"
 
     @property

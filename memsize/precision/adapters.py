@@ -90,7 +90,6 @@ class LoRALinear(nn.Module):
 
     @property
     def bias(self) -> Any:
-        """The base's bias."""
         return self.base_layer.bias
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -90,7 +90,6 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def converts(model: nn.Module, layout: Layout) -> bool:
-    """Whether `layout` converts a layer of `model`."""
     return bool(_converted(model, layout, _skipped_by_default(model, layout))[0])
 
 

@@ -137,7 +137,6 @@ class SuspendablePatches:
             self._table.apply(self, patches)
 
     def restore(self) -> None:
-        """Restore the originals."""
         self._is_applied = False
         self._table.restore(self)
 
@@ -199,7 +198,6 @@ def assigned(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables while open."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

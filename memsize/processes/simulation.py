@@ -63,7 +63,6 @@ _current: ContextVar[Simulation | None] = ContextVar("simulation", default=None)
 
 
 def current() -> Simulation | None:
-    """Return the simulation that this code runs in."""
     return _current.get()
 
 

@@ -81,7 +81,6 @@ def _side(file: str) -> int:
 
 
 def is_packaged(file: str) -> bool:
-    """Whether the source `file` is that of an installed package."""
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 

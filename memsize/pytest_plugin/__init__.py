@@ -22,7 +22,6 @@ _MARKER = "memsize_limit(**limits): limits of the models in this test, such as p
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
     config.addinivalue_line("markers", _MARKER)
 
 

@@ -65,7 +65,6 @@ def wanted(size: int, world: World) -> str:
 
 
 def is_joined() -> bool:
-    """Whether this process is in a group."""
     return dist.is_available() and dist.is_initialized()
 
 

@@ -95,8 +95,6 @@ class Saveable:
 
 
 class Answer(Renderable, Saveable):
-    """The base of the answers."""
-
     __slots__ = ()
 
     if TYPE_CHECKING:

@@ -67,13 +67,10 @@ class CheckedModel:
     error: str | None = None
 
     def count(self, severity: Severity) -> int:
-        """Count the problems of this severity."""
         return sum(problem.severity == severity for problem in self.problems)
 
 
 class CheckedFigure(NamedTuple):
-    """One figure of a target."""
-
     model: CheckedModel
     figure: Figure
 
@@ -110,8 +107,6 @@ FIGURE_FIELDS: Final = Fields[CheckedFigure](
 
 
 class CheckedProblem(NamedTuple):
-    """One problem of a target."""
-
     model: CheckedModel
     problem: Problem
 
@@ -139,7 +134,6 @@ class Check(Answer):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The findings behind all problems, target by target."""
         return tuple(problem.finding for model in self.models for problem in model.problems)
 
     def worst(self) -> Severity | None:

@@ -69,7 +69,6 @@ class Columns(Sequence[Row]):
         self.columns = columns
 
     def column(self, field: str) -> Any:
-        """The column of a field."""
         return self.columns[self.row._fields.index(field)]  # type: ignore[attr-defined]
 
     def at(self, positions: Integers) -> Columns[Row]:
@@ -145,7 +144,6 @@ def numbers(rows: Sequence[Row], field: str) -> Integers:
 
 
 def distinct(rows: Sequence[Row], field: str) -> frozenset[str]:
-    """The texts in a field."""
     if isinstance(rows, Columns):
         return frozenset(rows.column(field).values)
     return frozenset(map(attrgetter(field), rows))
@@ -161,7 +159,6 @@ def rows_at(rows: Sequence[Row], positions: Collection[int]) -> Sequence[Row]:
 
 
 def texts_at(rows: Sequence[Row], field: str, positions: Collection[int]) -> list[str]:
-    """Return a field of texts of the rows at some positions."""
     if not isinstance(rows, Columns):
         return [getattr(rows[position], field) for position in positions]
     import numpy as np
@@ -170,7 +167,6 @@ def texts_at(rows: Sequence[Row], field: str, positions: Collection[int]) -> lis
 
 
 def places(rows: Sequence[Row], field: str, texts: Collection[str]) -> list[int]:
-    """The rows in which a field of texts is one of `texts`."""
     import numpy as np
 
     if not isinstance(rows, Columns):

@@ -72,8 +72,6 @@ class Words(tuple[str, ...]):
 
 
 class Specs(tuple[TensorSpec, ...]):
-    """The tensors that a module returns."""
-
     __slots__ = ()
 
 
@@ -257,7 +255,6 @@ class Fields(Generic[R]):
 
     @property
     def columns(self) -> tuple[Field[R], ...]:
-        """The fields that documents draw."""
         return tuple(entry for entry in self._fields if entry.title)
 
     def weighted(self, weight: int) -> Fields[R]:
@@ -297,7 +294,6 @@ class Fields(Generic[R]):
         return Fields(*fields, lacks=self._lacks, missing=self._missing)
 
     def record(self, row: R) -> dict[str, Any]:
-        """A row as files hold it."""
         return {entry.name: entry.get(row) for entry in self._fields if entry.in_files}
 
     def flat(self, rows: Iterable[R]) -> FlatTable:
@@ -311,7 +307,6 @@ class Fields(Generic[R]):
         )
 
     def cells(self, row: R, answer: Any = None) -> tuple[Cell, ...]:
-        """A row as documents draw it."""
         lacks, missing = self._lacks(row), self._missing(row)
         return tuple(_cell(entry, row, answer, lacks, missing) for entry in self.columns)
 

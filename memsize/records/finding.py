@@ -43,7 +43,6 @@ class Finding:
     moment: Moment | None = field(default=None, kw_only=True)
 
     def text(self, unit: str = AUTO) -> str:
-        """The sentence, with byte figures in `unit`."""
         return _Sentence(unit).vformat(self.template, (), self.values)
 
     def in_brief(self, unit: str = AUTO) -> str:

@@ -217,7 +217,6 @@ class LayoutReport(Answer):
 
     @property
     def model(self) -> str:
-        """The model's name."""
         return self.audit.model
 
     def tables(self) -> dict[str, FlatTable]:

@@ -84,7 +84,6 @@ def setting_text(value: object) -> object:
 
 
 def setting_cell(key: str, row: SweepRow) -> str | int | None:
-    """A setting of a cell as documents show it."""
     value = setting_text(row.settings.get(key))
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -110,7 +110,6 @@ def draw_title(column: Column, unit: Unit) -> str:
 
 
 def draw_phrases(title: Title, unit: str) -> tuple[str, ...]:
-    """The phrases of a title, with its sizes in `unit`."""
     return tuple(draw_phrase(phrase, unit) for phrase in title.phrases)
 
 

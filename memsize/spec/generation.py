@@ -264,7 +264,6 @@ class Serving:
 
     @property
     def rules(self) -> Rules:
-        """The rules of the server."""
         return rules_of(self.server)
 
     def chosen(self, card: Card, context: int, *, images: float = 0, kind: ServedKind = PLAIN) -> ServerArguments:

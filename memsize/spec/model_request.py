@@ -160,7 +160,6 @@ class ModelRequest:
 
     @property
     def has_input(self) -> bool:
-        """Whether an input was given."""
         return bool(self.specs) or self.call is not None or self.source is not None
 
     @property

@@ -63,8 +63,6 @@ def _functions_in(graph: Iterable[Any]) -> Iterator[Hashable]:
 
 @dataclass(slots=True)
 class ModuleRecord:
-    """One module, with its calls in a run."""
-
     path: str
     type: str
     depth: int

@@ -172,7 +172,6 @@ def named_gpu(device: Any) -> torch.device | None:
 
 
 def place_of(tensor: Tensor) -> torch.device:
-    """Where a stand-in is."""
     return torch.device("meta", _gpus().number_of(tensor))
 
 
@@ -189,5 +188,4 @@ def host_place(tensor: Tensor) -> torch.device | None:
 
 
 def means_stand_ins(device: Any) -> bool:
-    """Whether tensors on `device` are stand-ins."""
     return device is not None and (named_gpu(device) is not None or torch.device(device).type == "meta")

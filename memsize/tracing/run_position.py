@@ -55,7 +55,6 @@ class RunPosition:
 
     @property
     def backward(self) -> bool:
-        """Whether a backward is running."""
         return _graph_task() != -1
 
     @property

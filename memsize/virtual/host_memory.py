@@ -132,7 +132,6 @@ class HostMemory:
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is in pinned memory."""
         if not self._addresses or tensor.layout is not torch.strided:
             return False
         return tensor.untyped_storage()._cdata in self._addresses

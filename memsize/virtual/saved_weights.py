@@ -195,7 +195,6 @@ class _WriterWithHoles:
         return getattr(self._writer, name)
 
     def write_record(self, name: str, data: Any, size: int) -> None:
-        """Write a record of `size` bytes."""
         if isinstance(data, torch.UntypedStorage) and data.device.type == "meta":
             self._writer.write_record_metadata(name, size)
         else:

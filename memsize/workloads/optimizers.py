@@ -96,7 +96,6 @@ def steps_watched(ledger: Ledger, everywhere: bool = False) -> Iterator[None]:
 
 
 def mark_gradients(ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
-    """Mark the gradients that `optimizer` would take."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter.grad is not None:
             ledger.mark(parameter.grad, "gradient")

@@ -26,7 +26,6 @@ _ENCODER = re.compile("vision|visual")
 
 
 def served_kind(model: Any, *, is_quantized: bool) -> ServedKind:
-    """The kind of a model of transformers."""
     config = text_config(model)
     architectures = getattr(model.config, "architectures", None) or [type(model).__name__]
     has_experts = any(getattr(config, name, None) for name in _EXPERTS)

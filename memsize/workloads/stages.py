@@ -49,7 +49,6 @@ class Returned(NamedTuple):
         return Returned.of(self.with_tensors(detached))
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Any:
-        """Return the result with other tensors."""
         replacements = iter(tensors)
         leaves = [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
@@ -120,7 +119,6 @@ class _Walk(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def called(self, block: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a `block` of the forward."""
         if block in self.blocks:
             raise InputError(f"{type(block).__name__} is called more than once in a forward: no stage can have it")
         result = original(*args, **kwargs)
@@ -132,7 +130,6 @@ class _Walk(TorchDispatchMode):
         return cut.with_tensors(cut.tensors)
 
     def ended(self, value: Any) -> None:
-        """End a position with `value`."""
         position = len(self.blocks)
         read = self.reads[position] & self._parameters
         for parameter in read:
@@ -172,7 +169,6 @@ class Stage(nn.Module):
 
     @property
     def blocks(self) -> tuple[nn.Module, ...]:
-        """The blocks of this stage."""
         return self._line.blocks[self._first : self._end]
 
     def cut(self) -> None:

@@ -155,7 +155,6 @@ class Life(NamedTuple):
     region: str = ""
 
     def alive_at(self, entry: int) -> bool:
-        """Return whether the block is alive after `entry`."""
         return self.born <= entry and (self.died is None or self.died > entry)
 
 

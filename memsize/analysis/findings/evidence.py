@@ -86,7 +86,6 @@ def layers_of(tensors: Iterable[StoredTensor]) -> tuple[str, ...]:
 
 
 def bytes_of(tensors: Iterable[StoredTensor]) -> int:
-    """The bytes of all `tensors` together."""
     return sum(tensor.bytes for tensor in tensors)
 
 

@@ -18,8 +18,6 @@ from memsize.units import Bytes
 
 
 class FitEvidence(NamedTuple):
-    """The evidence of the rules about a fit."""
-
     rows: tuple[FitRow, ...]
     budgets: tuple[Budget, ...]
     vary: str

@@ -70,7 +70,6 @@ class Footprint:
 
     @property
     def trace(self) -> Trace:
-        """The trace of the run."""
         return self.source if isinstance(self.source, Trace) else self.source()
 
     @cached_property
@@ -80,7 +79,6 @@ class Footprint:
 
     @cached_property
     def replays(self) -> ReplaysByCapacity:
-        """The replays made so far."""
         return self.shared.setdefault((self.flow.digest, self.config), {})
 
     @cached_property
@@ -102,7 +100,6 @@ class Footprint:
         return int(self.flow.deltas.cumsum().argmax()) if len(self.flow) else -1
 
     def live(self, event: int) -> int:
-        """Return the bytes of all tensors after an event."""
         return int(self.flow.deltas[: event + 1].sum())
 
     def most(self, phase: str) -> int | None:
@@ -260,7 +257,6 @@ class Forecast:
         return int(self._deltas(size).cumsum().max(initial=0))
 
     def fits(self, size: int, capacity: int) -> bool:
-        """Whether `size` would fit `capacity`."""
         run = self._as_far_as_decisive(size, self.flow(size))
         try:
             fits = run.requested <= capacity and run.bounded(capacity).out_of_memory is None

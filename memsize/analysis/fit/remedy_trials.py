@@ -91,7 +91,6 @@ def on_larger_gpu(budget: Budget) -> VariantRemedy:
 
 
 def remedies_of(variant: RunVariant) -> tuple[VariantRemedy, ...]:
-    """Return the remedies that are tried for a variant."""
     return GENERATION_REMEDIES if variant.generation else step_remedies(variant.parallel)
 
 

@@ -74,7 +74,6 @@ class RunVariant:
     capacity: int = 0
 
     def edited(self, edit: Edit) -> RunVariant:
-        """Add an edit."""
         return replace(self, edits=(*self.edits, edit))
 
     @property
@@ -110,7 +109,6 @@ class TracedRun:
 
     @property
     def flow(self) -> AllocationEvents:
-        """The events of the trace."""
         return flow_of(self.trace)
 
 
@@ -183,7 +181,6 @@ class RunCache:
 
     @property
     def input_size(self) -> int:
-        """The size of the user's input."""
         return self.model_inputs.batch_size if self.vary.batch else self.vary.size(self.inputs)
 
     # -- runs ---------------------------------------------------------------------------------------------------------

@@ -142,7 +142,6 @@ class GenerationWork:
         return self.generators[name].sample(traced)
 
     def row(self, scenario: Scenario, batch: int, generation: Generation) -> RowResult:
-        """Compute the row of a generation."""
         row = GenerationRow(scenario.name, scenario.title, batch, generation.prompt, generation.max_new_tokens)
         generator = self.generators[scenario.name]
         before = set(generator.samples)

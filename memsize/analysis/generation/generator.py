@@ -83,13 +83,11 @@ class Generated:
         return replace(self.begun.trace, **columns)
 
     def noted(self, note: str) -> Generated:
-        """Add a note to the trace."""
         rest = self.begun.trace
         return replace(self, begun=self.begun._replace(trace=replace(rest, notes=(*rest.notes, note))))
 
     @property
     def flow(self) -> AllocationEvents:
-        """The events of the trace."""
         return flow_of(self.trace)
 
     @property
@@ -201,7 +199,6 @@ class Generator:
                 self.cover(generation, fewer, shorter, splits=splits - 1)
 
     def covers(self, generation: Generation, batch: int) -> bool:
-        """Whether a polynomial covers a generation."""
         return self._polynomial(generation, batch) is not None
 
     def sample(self, traced: Traced) -> Sample:

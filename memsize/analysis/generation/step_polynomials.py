@@ -112,16 +112,13 @@ class Piece:
 
     @property
     def low(self) -> int:
-        """The first length."""
         return self.lengths[0]
 
     @property
     def high(self) -> int:
-        """The last length."""
         return self.lengths[-1]
 
     def at(self, length: int) -> Step:
-        """Return the step at a length of the piece."""
         if self.exact and len(self.nodes) == 2 and length not in self.nodes:
             sizes = self.nodes[self.low].sizes + self._slope * (length - self.low)
             return Step(self.nodes[self.low].structure, sizes)
@@ -233,7 +230,6 @@ class GenerationRange:
         return self.nodes(scores=False)[0]
 
     def contains(self, batch: int, prompt: int) -> bool:
-        """Whether the range has this batch and prompt."""
         (few, many), (short, long) = self.batches, self.prompts
         return few <= batch <= many and short <= prompt <= long and (prompt - short) % self.apart == 0
 

@@ -126,7 +126,6 @@ class CudaMemory:
         return DeviceUse(total - free, "mem_get_info")
 
     def stack(self) -> SoftwareStack:
-        """The GPU and the software."""
         _, total = torch.cuda.mem_get_info(self.device)
         return SoftwareStack(
             gpu=torch.cuda.get_device_name(self.device),

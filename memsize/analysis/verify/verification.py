@@ -116,7 +116,6 @@ def stack_of(measured: SoftwareStack) -> Stack:
 
 
 def convolves(trace: Trace) -> bool:
-    """Whether the run contains a convolution."""
     return any(event.op in CONVOLUTIONS for event in trace.events)
 
 

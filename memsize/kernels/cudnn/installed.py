@@ -55,7 +55,6 @@ class SeparateLibrary:
         return str(self._release)
 
     def close(self) -> None:
-        """End the process."""
         atexit.unregister(self.close)
         self._process.communicate()
 

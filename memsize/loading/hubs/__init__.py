@@ -127,7 +127,6 @@ class _TooManyModulesError(BaseException):
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first of the errors that led to `error`."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

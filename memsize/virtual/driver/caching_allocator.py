@@ -95,7 +95,6 @@ class DeviceMemory:
 
     @property
     def reserved(self) -> int:
-        """Bytes of all segments."""
         self.follow()
         return self._allocator.memory.reserved * BLOCK
 

@@ -31,7 +31,6 @@ class Gpu(NamedTuple):
 
 
 def uuid(index: int) -> str:
-    """Return the identifier of card `index`."""
     return f"GPU-{index:08x}-0000-0000-0000-000000000000"
 
 

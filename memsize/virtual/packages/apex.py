@@ -37,7 +37,6 @@ class _Fused(torch.optim.Optimizer):
         return loss
 
     def names_in(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The state of the parameters in a group."""
         return self.state_names
 
 
@@ -71,15 +70,11 @@ class FusedSGD(_Fused):
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """Layer norm."""
-
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, **_: Any) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """RMSNorm."""
-
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, **_: Any) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
 

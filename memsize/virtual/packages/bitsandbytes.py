@@ -56,7 +56,6 @@ class QuantState(SimpleNamespace):
     nested: bool
 
     def to(self, device: Any) -> None:
-        """Move its tensors."""
         for name, value in vars(self).items():
             if isinstance(value, QuantState):
                 value.to(device)

@@ -86,8 +86,6 @@ _SHARE: Final = 0.9
 
 
 class SamplingParams:
-    """The options of a generation."""
-
     def __init__(self, n: int = 1, max_tokens: int | None = 16, logprobs: int | None = None, **options: Any) -> None:
         self.n, self.max_tokens, self.logprobs = n, max_tokens or 16, logprobs
         vars(self).update(options)
@@ -168,7 +166,6 @@ class Engine(ServerMemory):
         """Forget the prompts."""
 
     def shutdown(self) -> None:
-        """End the server."""
         self.release(TAGS)
 
     def generate(

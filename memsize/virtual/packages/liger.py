@@ -64,8 +64,6 @@ class _InPlace(torch.autograd.Function):
 
 
 class LigerCrossEntropyLoss(nn.Module):
-    """Cross-entropy of logits."""
-
     def __init__(self, *_: Any, reduction: str = "mean", **__: Any) -> None:
         super().__init__()
         self.reduction = reduction
@@ -113,8 +111,6 @@ class _Norm(torch.autograd.Function):
 
 
 class LigerRMSNorm(nn.Module):
-    """RMSNorm."""
-
     in_place = True
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, *_: Any, in_place: bool = True, **__: Any) -> None:

@@ -116,8 +116,6 @@ class _Layer(nn.Module):
 
 
 class Linear(_Layer):
-    """A linear layer."""
-
     def __init__(
         self,
         in_features: int,
@@ -335,8 +333,6 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm."""
-
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, device: Any = "cuda", dtype: Any = None, **_: Any):
         super().__init__(normalized_shape, eps, device=device, dtype=dtype)
 
