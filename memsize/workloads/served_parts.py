@@ -109,22 +109,22 @@ def vocabulary_padding(model: Any) -> int:
 
 def mxfp4_padding(model: Any, rules: Rules, card: Card) -> int:
     """Bytes that vLLM adds to experts in MXFP4 as it rounds up their sizes for the kernels of a GPU
-    (`mxfp4_round_up_hidden_size_and_intermediate_size` in layers/fused_moe/oracle/mxfp4.py): Triton's on Hopper, with
-    PyTorch 2.8, FlashInfer's on datacenter Blackwell, else Marlin's. But for Marlin biases are in float32.
+    (`mxfp4_round_up_hidden_size_and_intermediate_size` in layers/fused_moe/oracle/mxfp4.py): Triton's on Hopper, which
+    it has since 0.12, FlashInfer's on datacenter Blackwell since 0.11.1, else Marlin's. But for Marlin biases are in
+    float32.
     """
     config = checkpoint_config_of(model)
     if rules.server != "vLLM" or not isinstance(config, dict) or config.get("quant_method") != "mxfp4":
         return 0
-    is_triton = card.capability[0] == 9 and rules.version >= (0, 10, 2)
-    is_flashinfer = card.capability[0] == 10
+    is_triton = card.capability[0] == 9 and rules.version >= (0, 12)
+    is_flashinfer = card.capability[0] == 10 and rules.version >= (0, 11, 1)
     of_inner = 64 if is_triton else 256 if is_flashinfer and rules.version < (0, 27) else 128
     size = 0
     for module in model.modules():
         if hasattr(module, "gate_up_proj_bias"):
             experts, *sizes = module.down_proj.shape
             inner, hidden = _rounded(sizes[0], of_inner), sizes[1] if is_triton else _rounded(sizes[1], 256)
-            swizzled = is_triton and rules.version >= (0, 12)
-            stored = _swizzled(inner, hidden, rules) if swizzled else 3 * inner * hidden * 17 // 32
+            stored = _swizzled(inner, hidden, rules) if is_triton else 3 * inner * hidden * 17 // 32
             biases = (2 * inner + hidden) * (4 if is_triton or is_flashinfer else 2)
             before = 3 * sizes[0] * sizes[1] * 17 // 32 + (2 * sizes[0] + sizes[1]) * 2
             size += experts * (stored + biases - before)
@@ -133,8 +133,8 @@ def mxfp4_padding(model: Any, rules: Rules, card: Card) -> int:
 
 def _swizzled(inner: int, hidden: int, rules: Rules) -> int:
     """Bytes of an expert's weights and scales in Triton's order (`HopperMXValueLayout` and `HopperMXScaleLayout` in
-    triton_kernels, of Triton 3.6 from vLLM 0.17 to 0.21 and else 3.5), for PyTorch 2.9. Up to vLLM 0.24 the scales of
-    the checkpoint stay beside them.
+    triton_kernels, of Triton 3.6 from vLLM 0.17 to 0.21 and else 3.5). Up to vLLM 0.24 the scales of the checkpoint
+    stay beside them.
     """
     rows, packed = (64, 64) if (0, 17) <= rules.version < (0, 22) else (16, 32)
     stored = 3 * inner * hidden // 32 if rules.version < (0, 25) else 0

@@ -304,9 +304,8 @@ class Server:
             step += _FP4_WORKSPACE
         if served.compiles:
             compiled = benchmark(runner.model, served, runner.gpu)
-            low, high = (0, 0) if self.allocator.expandable_segments else compiled.segment
             step, most = max(step, compiled.peak.low), max(step + grown, compiled.peak.high)
-            slack, free = slack + low, free + most - step + high - low
+            free += most - step + (0 if self.allocator.expandable_segments else compiled.segment)
         if rules.counts:  # of each token of the vocabulary, in what was generated and (as bits) in the prompt
             vocabulary = text_config(runner.model).vocab_size * served.tp
             step += served.seqs * (vocabulary + -(-vocabulary // 32)) * 4
