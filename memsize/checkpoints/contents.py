@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from memsize.records.codec import Size
 from memsize.records.trace import TensorSpec
 
 Use = Literal["tensors", "padding", "metadata", "pickle", "headers", "other", "unclaimed"]
@@ -35,9 +34,9 @@ class FileRecord:
 
     name: str
     format: str
-    size: Size
+    size: int
     uses: tuple[int, ...]
-    tensors: Size
+    tensors: int
 
     def bytes_for(self, use: Use) -> int:
         return self.uses[USES.index(use)]
@@ -54,9 +53,9 @@ class Storage:
     name: str
     file: int
     offset: int | None
-    bytes: Size
-    file_bytes: Size
-    unneeded: Size = 0
+    bytes: int
+    file_bytes: int
+    unneeded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +71,10 @@ class Tensor:
     name: str
     keys: tuple[str, ...]
     spec: TensorSpec
-    elements: Size
+    elements: int
     storage: int | None
-    bytes: Size
-    unneeded: Size = 0
+    bytes: int
+    unneeded: int = 0
     shared_with: str | None = None
     wrapper: str | None = None
     trainable: bool | None = None
@@ -138,10 +137,10 @@ class Group:
 
     kind: PartKind
     name: str
-    tensors: Size
-    elements: Size
-    bytes: Size
-    unneeded: Size
+    tensors: int
+    elements: int
+    bytes: int
+    unneeded: int
     dtypes: tuple[str, ...]
     root: str = ""
 
@@ -161,7 +160,7 @@ class Difference:
     problem: Problem
     file: TensorSpec | None
     model: TensorSpec | None
-    bytes: Size
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,3 @@ def _read_any(data: Any) -> Any:
         case None | str() | bool() | int() | float():
             return data
     raise TypeError(f"expected a value of a finding, found {data!r:.60}")
-
-
-Size = int
-"""A number of bytes or of things: not below 0."""

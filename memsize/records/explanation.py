@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
-from memsize.records.codec import Size
 from memsize.records.fields import Fields, FlatTable, field, share_of, shown
 from memsize.records.finding import Finding
 from memsize.records.roles import Role, noun
@@ -35,8 +34,8 @@ class Alive(NamedTuple):
     """The live bytes of one category, a role or a key of `UNKNOWN`. `predicted` is the figure to compare with."""
 
     category: Category
-    bytes: Size
-    blocks: Size
+    bytes: int
+    blocks: int
     how: How
     predicted: int | None = None
 
@@ -47,9 +46,9 @@ class Place(NamedTuple):
     `before` are the bytes of the same in another snapshot, `region` is the compiled code that ran (``"0/0"``).
     """
 
-    bytes: Size
-    blocks: Size
-    largest: Size
+    bytes: int
+    blocks: int
+    largest: int
     category: Category
     line: str | None
     function: str
@@ -71,12 +70,12 @@ class Reserved(NamedTuple):
     parts of segments in use, `cached` segments without a block in use; `largest` is the largest free block of either.
     """
 
-    requested: Size
-    rounding: Size
-    waiting: Size
-    pieces: Size
-    cached: Size
-    largest: Size
+    requested: int
+    rounding: int
+    waiting: int
+    pieces: int
+    cached: int
+    largest: int
 
     @property
     def bytes(self) -> int:
@@ -117,12 +116,12 @@ class BlockLife(NamedTuple):
     `stack` indexes `BlockHistory.stacks`. Blocks that are older than the history come first.
     """
 
-    bytes: Size
-    address: Size
-    born: Size
+    bytes: int
+    address: int
+    born: int
     died: int | None
     category: Category
-    stack: Size
+    stack: int
 
 
 class MakingStack(NamedTuple):
@@ -136,7 +135,7 @@ class MakingStack(NamedTuple):
 class BlockHistory(NamedTuple):
     """The blocks of a recorded history: each event makes one or gives one up. Event `moment` is explained."""
 
-    moment: Size
+    moment: int
     blocks: tuple[BlockLife, ...]
     segments: tuple[Segment, ...]
     phases: tuple[Phase, ...]
@@ -153,7 +152,7 @@ class BlockHistory(NamedTuple):
 class FailedRequest(NamedTuple):
     """A request for `bytes` that raised OutOfMemoryError with `free` bytes left, the last of `times`; and its line."""
 
-    bytes: Size
+    bytes: int
     free: int
     line: str | None
     function: str
@@ -169,9 +168,9 @@ class Predicted(NamedTuple):
 
     model: str
     scenario: str
-    requested: Size
-    reserved: Size
-    levels: tuple[Size, ...] = ()
+    requested: int
+    reserved: int
+    levels: tuple[int, ...] = ()
 
     @property
     def is_snapshot(self) -> bool:
@@ -239,7 +238,7 @@ class Explanation(Answer):
     snapshot: str
     device: int
     moment: Moment
-    requested: Size
+    requested: int
     reserved_then: int
     line: str | None
     alive: tuple[Alive, ...]

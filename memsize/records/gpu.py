@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from memsize.records.codec import Size
 from memsize.records.fields import Fields, Label, field
 from memsize.records.roles import Role
 from memsize.records.trace import PRIVATE_POOL
@@ -28,7 +27,7 @@ class Card:
 
     name: str
     capability: tuple[int, int]
-    bytes: Size
+    bytes: int
     source: str
     aliases: tuple[str, ...] = ()
     platform: Platform = "CUDA"
@@ -73,7 +72,7 @@ class Interval(NamedTuple):
 class LiveStorage(NamedTuple):
     """One storage at the peak: the layer, the phase and, in a forward, the line that it was made in."""
 
-    bytes: Size
+    bytes: int
     role: Role
     layer: str | None
     op: str
@@ -109,8 +108,8 @@ class StreamShare(NamedTuple):
     stream: int
     collectives: tuple[CollectiveKind, ...]
     role: Role
-    requested: Size
-    reserved: Size
+    requested: int
+    reserved: int
 
     @property
     def name(self) -> str:
@@ -148,8 +147,8 @@ class RecordStreamCost(NamedTuple):
     memory may run out then: PyTorch waits for other streams before it gives up, but afterwards only asks CUDA.
     """
 
-    tensors: Size
-    reserved: Size
+    tensors: int
+    reserved: int
     runs_out: bool = False
 
 
@@ -168,8 +167,8 @@ class Shortage:
     tried: int
     total: int
     free: int
-    allocated: Size
-    reserved: Size
+    allocated: int
+    reserved: int
     phase: str
     step: int
     layer: str
@@ -190,12 +189,12 @@ class PhasePeak(NamedTuple):
 
     phase: str
     parts: tuple[str, ...]
-    requested: Size
-    allocated: Size
-    reserved: Size
-    weights: Size
-    other_weights: Size
-    activations: Size
+    requested: int
+    allocated: int
+    reserved: int
+    weights: int
+    other_weights: int
+    activations: int
     layer: str
 
 
@@ -219,9 +218,9 @@ class GpuEstimate:
     None where that makes no difference. `phases` are those of a pipeline's generation, empty for other runs.
     """
 
-    requested: Size
-    allocated: Size
-    reserved: Size
+    requested: int
+    allocated: int
+    reserved: int
     device: Interval
     fragmentation: float
     peak_phase: str

@@ -44,37 +44,29 @@ class AnswerKind(NamedTuple):
         return f"memsize {self.command} shows it" if self.name != "comparison" else "memsize.load reads it"
 
 
+def _kind(name: str, record: str, command: str = "", saved: bool = True) -> AnswerKind:
+    """A kind whose record and document are in the modules of its name; the function is called as the command is."""
+    document, command = f"{name}:{name.title()}Document", command or name
+    return AnswerKind(name, f"records.{name}:{record}", document, command, command, saved)
+
+
 _ENTRIES: Final = (
-    AnswerKind("report", "records.report:Report", "report:ReportDocument", "report", "report"),
+    _kind("report", "Report"),
     AnswerKind("step", "analysis.step:StepTrace", "", "timeline", "trace"),
-    AnswerKind(
-        "timeline", "records.timeline:Timeline", "timeline:TimelineDocument", "timeline", "timeline", saved=False
-    ),
-    AnswerKind("program", "records.program:ProgramRun", "program:ProgramDocument", "run", "run"),
+    _kind("timeline", "Timeline", saved=False),
+    _kind("program", "ProgramRun", "run"),
     AnswerKind("ranks", "records.ranks:RankRuns", "program:RanksDocument", "run", "run"),
-    AnswerKind("fit", "records.fit:Fit", "fit:FitDocument", "fit", "fit"),
-    AnswerKind(
-        "generation", "records.generation:GenerationReport", "generation:GenerationDocument", "generate", "generate"
-    ),
-    AnswerKind("serving", "records.serving:ServingReport", "serving:ServingDocument", "serve", "serve"),
-    AnswerKind("sweep", "records.sweep:Sweep", "sweep:SweepDocument", "sweep", "sweep"),
-    AnswerKind("layout", "records.layout:LayoutReport", "layout:LayoutDocument", "layout", "layout"),
-    AnswerKind(
-        "checkpoint",
-        "checkpoints.checkpoint_report:CheckpointReport",
-        "checkpoint:CheckpointDocument",
-        "checkpoint",
-        "checkpoint",
-    ),
-    AnswerKind(
-        "verification", "records.verification:Verification", "verification:VerificationDocument", "verify", "verify"
-    ),
-    AnswerKind("comparison", "records.comparison:Comparison", "comparison:ComparisonDocument", "diff", "diff"),
-    AnswerKind("check", "records.check:Check", "check:CheckDocument", "check", "check"),
-    AnswerKind(
-        "explanation", "records.explanation:Explanation", "explanation:ExplanationDocument", "explain", "explain"
-    ),
-    AnswerKind("error", "records.error:OutOfMemoryReport", "error:ErrorDocument", "explain", "explain"),
+    _kind("fit", "Fit"),
+    _kind("generation", "GenerationReport", "generate"),
+    _kind("serving", "ServingReport", "serve"),
+    _kind("sweep", "Sweep"),
+    _kind("layout", "LayoutReport"),
+    _kind("checkpoint", "CheckpointReport")._replace(record="checkpoints.checkpoint_report:CheckpointReport"),
+    _kind("verification", "Verification", "verify"),
+    _kind("comparison", "Comparison", "diff"),
+    _kind("check", "Check"),
+    _kind("explanation", "Explanation", "explain"),
+    _kind("error", "OutOfMemoryReport", "explain"),
     AnswerKind("why", "records.answer:FindingList", "comparison:WhyDocument", saved=False),
 )
 

@@ -8,7 +8,6 @@ from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.aggregates import alive, live_bytes
 from memsize.records.answer import Answer
-from memsize.records.codec import Size
 from memsize.records.fields import (
     Fields,
     FlatTable,
@@ -26,7 +25,7 @@ from memsize.records.trace import HostRow, TensorSpec, Trace
 class LiveTensor(NamedTuple):
     """A storage that is alive at the peak, and the line of the program (``"train.py:41"``) that made it."""
 
-    bytes: Size
+    bytes: int
     role: Role
     dtype: str
     shape: tuple[int, ...]
@@ -52,9 +51,9 @@ TENSOR_FIELDS: Final = Fields[LiveTensor](
 class Refused(NamedTuple):
     """A request for `bytes` that the card could not serve, with `free` bytes left: PyTorch raises OutOfMemoryError."""
 
-    bytes: Size
+    bytes: int
     free: int
-    reserved: Size
+    reserved: int
     op: str
     layer: str | None
     phase: str
@@ -72,7 +71,7 @@ class FittingBatch(NamedTuple):
     """A value of the script's `argument` for its batch that fits; `largest` if the next one does not."""
 
     argument: str
-    size: Size
+    size: int
     largest: bool
 
 
@@ -83,7 +82,7 @@ class WholeSteps(NamedTuple):
     """
 
     steps: int
-    needs: Size
+    needs: int
     batch: FittingBatch | None = None
 
 
@@ -103,16 +102,16 @@ class AfterSteps(NamedTuple):
     of them made at `graph_line`. `failure` and `failed_at` say what ended it early.
     """
 
-    training: Size
-    evaluation: Size | None = None
-    checkpoint: Size | None = None
-    batches: Size = 0
+    training: int
+    evaluation: int | None = None
+    checkpoint: int | None = None
+    batches: int = 0
     of: int | None = None
-    per_batch: Size = 0
+    per_batch: int = 0
     line: str | None = None
     failure: str | None = None
     failed_at: str | None = None
-    graph: Size = 0
+    graph: int = 0
     graph_line: str | None = None
 
     @property
@@ -131,14 +130,14 @@ class Holder(NamedTuple):
 
     name: str
     line: str | None
-    tensors: Size
+    tensors: int
     graphs: bool
 
 
 class Growth(NamedTuple):
     """Memory that every step leaves behind: `bytes` in the last one, most of it made at `line` and kept by `holder`."""
 
-    bytes: Size
+    bytes: int
     line: str | None
     holder: Holder | None
 
@@ -149,7 +148,7 @@ class LoadedCheckpoint(NamedTuple):
     `name` is the variable that keeps it, where one was found.
     """
 
-    bytes: Size
+    bytes: int
     name: str | None
 
 
@@ -160,7 +159,7 @@ class KeptGradients(NamedTuple):
     late, after the forward, or there is none. Of several lines, it is that of most bytes.
     """
 
-    bytes: Size
+    bytes: int
     reason: Literal["kept", "late", "none"]
     line: str | None
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
-from memsize.records.codec import Size
 from memsize.records.roles import Role
 from memsize.records.world import ALONE, Collective, World
 
@@ -45,7 +44,7 @@ class InputTensor:
 
     name: str
     spec: TensorSpec
-    bytes: Size
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Output:
 
     spec: TensorSpec
     memory: Memory
-    bytes: Size
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +71,15 @@ class Layer:
     type: str
     depth: int
     leaf: bool
-    calls: Size
+    calls: int
     outputs: tuple[Output, ...]
-    parameters: Size
-    trainable: Size
-    parameter_bytes: Size
-    buffer_bytes: Size
-    output_bytes: Size
-    saved_bytes: Size
-    cast_bytes: Size
+    parameters: int
+    trainable: int
+    parameter_bytes: int
+    buffer_bytes: int
+    output_bytes: int
+    saved_bytes: int
+    cast_bytes: int
     root: int = 0
     """Which of `Trace.roots` it belongs to. Where there are several, `path` begins with the root's name."""
     aliases: tuple[str, ...] = ()
@@ -97,7 +96,7 @@ class StoredPart:
 
     name: str
     spec: TensorSpec
-    bytes: Size
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +112,9 @@ class StoredTensor:
     kind: Kind
     layer: str
     spec: TensorSpec
-    elements: Size
-    bytes: Size
-    reported_bytes: Size
+    elements: int
+    bytes: int
+    reported_bytes: int
     trainable: bool
     tied_to: str | None = None
     wrapper: str | None = None
@@ -159,7 +158,7 @@ class Storage(NamedTuple):
     which cuDNN, asked without a GPU, may name another plan than it runs: the less sure, the higher.
     """
 
-    bytes: Size
+    bytes: int
     role: Role
     layer: int
     op: str
@@ -202,8 +201,8 @@ class ToolReport:
     """A summary tool's figures for the same model: its count of parameters, and the bytes that it derives from them."""
 
     tool: str
-    parameters: Size
-    parameter_bytes: Size
+    parameters: int
+    parameter_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

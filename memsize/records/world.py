@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from memsize.errors import InputError
-from memsize.records.codec import Size
 
 MOST_RANKS: Final = 2**20
 
@@ -77,7 +76,7 @@ class Collective(NamedTuple):
     """
 
     kind: CollectiveKind
-    bytes: Size
+    bytes: int
     ranks: int
     phase: int
     layer: int
