@@ -15,6 +15,7 @@ import threading
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate, count
 from pathlib import Path
 from types import SimpleNamespace
@@ -1465,6 +1466,14 @@ def test_profilers_see_what_runs_on_the_cpu(tmp_path: Path, activities: str, cap
     assert error is None
     out, err = capfd.readouterr()
     assert "Self CPU time total" in out and "Failed to record" not in err
+
+
+def test_a_profiler_takes_the_options_of_this_pytorch() -> None:
+    """`use_cuda` was deprecated until 2.13, and 2.14 has none."""
+    profiler = torch.autograd.profiler.profile
+    accepts = "use_cuda" in inspect.signature(profiler.__init__).parameters
+    with gpu(), nullcontext() if accepts else pytest.raises(TypeError, match="use_cuda"):
+        assert profiler(use_cuda=True).use_device is None
 
 
 HANDLED = """

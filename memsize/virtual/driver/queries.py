@@ -13,6 +13,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -79,8 +80,10 @@ def replacements(driver: Driver) -> Iterator[Patch]:
 
 
 def _profile(original: Callable[..., None], profiler: Any, *args: Any, **options: Any) -> None:
-    """A profiler sees what runs on the CPU: where CUPTI is missing, it would complain of each op."""
-    if options.get("use_device") == "cuda" or options.pop("use_cuda", False):
+    """A profiler sees what runs on the CPU: where CUPTI is missing, it would complain of each op. PyTorch 2.14 refuses
+    `use_cuda`."""
+    has_use_cuda = "use_cuda" in signature(original).parameters
+    if options.get("use_device") == "cuda" or (has_use_cuda and options.pop("use_cuda", False)):
         options |= {"use_device": None, "use_cpu": True}
     original(profiler, *args, **options)
 
