@@ -131,6 +131,57 @@ def test_the_failures_of_multiprocessing_are_reported(folder: Path) -> None:
     assert text == "2 processes that the script started failed, the first with exit status 5: ForkProcess-1."
 
 
+LEFT_RUNNING = """
+import concurrent.futures, multiprocessing, time
+
+def work(name):
+    open(name, "w").close()
+    time.sleep(0.5)
+    raise SystemExit(5)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    pool = concurrent.futures.ProcessPoolExecutor(1, context)  # its worker waits for work
+    assert pool.submit(abs, -1).result() == 1
+    context.Process(target=work, args=("joined",)).start()
+    context.Process(target=time.sleep, args=(60,), daemon=True).start()
+"""
+
+
+@linux
+def test_processes_that_are_left_running_are_waited_for(folder: Path) -> None:
+    """Python waits for them before it ends, but not for daemons and workers."""
+    begun = time.monotonic()
+    answer = run(folder, LEFT_RUNNING)
+    assert [child.failure for child in answer.children] == ["exit status 5"]
+    assert Path("joined").exists() and time.monotonic() - begun < 50
+
+
+SPAWNED = """
+import multiprocessing, torch
+
+def work():
+    model = torch.nn.Linear(1024, 1024).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        model(torch.ones(8, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=work).start()
+"""
+
+
+@pytest.mark.thorough
+def test_a_process_of_multiprocessing_goes_by_its_name(folder: Path) -> None:
+    answer = run(folder, SPAWNED)
+    (child,) = answer.children
+    assert re.fullmatch(r"SpawnProcess-\d+", child.command) and child.steps == 3
+    (text,) = [finding.text() for finding in answer.findings if finding.code == "run-children"]
+    assert text.startswith(f"It fits on Tesla T4: {child.command}, which the script started, takes ")
+    assert text.endswith(" A script that calls the function of this process itself shows its breakdown.")
+
+
 def test_a_process_without_torch_is_guarded_too(folder: Path) -> None:
     """It may write what the script has made, and the script what it has made."""
     run(

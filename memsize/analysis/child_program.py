@@ -8,6 +8,7 @@ What it took on the GPU is written for the process that started the program when
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import pickle
 import shlex
@@ -85,6 +86,9 @@ _LONGEST: Final = 200
 
 
 def _command() -> str:
+    """The command of this process, or its name where multiprocessing started it."""
+    if "--multiprocessing-fork" in sys.orig_argv:
+        return multiprocessing.current_process().name
     return shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
 
 

@@ -129,6 +129,7 @@ class Program:
                     runpy.run_module(path, run_name="__main__", alter_sys=True)
                 else:
                     runpy.run_path(path, run_name="__main__")
+                self.processes.join()
             except StopProgram:
                 pass
             except SystemExit as end:

@@ -256,6 +256,8 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
         )
         values |= {"program": largest.command.removeprefix("python ")}
         more = " memsize run {program} shows its breakdown."
+        if not largest.command.startswith("python "):  # a process of multiprocessing
+            more = " A script that calls the function of this process itself shows its breakdown."
         yield Finding("run-children", template + more, values, bytes=largest.high)
         return
     what = "A process" if len(run.gpu_children) == 1 else "The largest of {count} processes"

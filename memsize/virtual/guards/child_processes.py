@@ -140,6 +140,8 @@ class ChildProcesses:
         self._by_popen = WeakKeyDictionary[subprocess.Popen[Any], _Started]()
         """Weakly, as pipes to a process close when the program lets go of it."""
         self._multiprocessing: list[BaseProcess] = []
+        self._left_to_python: list[BaseProcess] = []
+        """Those of them that Python waits for. Executors and managers of the standard library end theirs themselves."""
         self.results: tuple[dict[str, Any], ...] = ()
         """The results of the processes that used the GPU or failed, as they ended."""
 
@@ -278,8 +280,17 @@ class ChildProcesses:
         return status
 
     def _noting_the_process(self, original: Callable[[BaseProcess], None], process: BaseProcess) -> None:
+        module = getattr(vars(process)["_target"], "__module__", None) or type(process).__module__
         original(process)
         self._multiprocessing.append(process)
+        if not process.daemon and module.partition(".")[0] not in sys.stdlib_module_names:
+            self._left_to_python.append(process)
+
+    def join(self) -> None:
+        """Wait for the processes that the program has left running, as Python does at its end."""
+        for process in self._left_to_python:
+            with suppress(ValueError):  # it was closed
+                process.join()
 
     @property
     def _is_limited(self) -> bool:
