@@ -234,7 +234,7 @@ class EvenChoices(TorchDispatchMode):
 
 
 @contextmanager
-def _kernels_of_both(own: bool) -> Iterator[None]:
+def kernels_of_both(own: bool) -> Iterator[None]:
     """While open, no kernel computes that only a CPU has: oneDNN's, and unless `own` its flash attention."""
     onednn = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -247,7 +247,7 @@ def _kernels_of_both(own: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _no_scratch() -> Iterator[None]:
+def no_scratch() -> Iterator[None]:
     """While open, kernels take nothing inside that a CPU's do not: it forms the products of softmax's backward one by
     one, and no blocks of threads share a sum."""
     op = torch.ops.aten._softmax_backward_data.default
@@ -264,7 +264,7 @@ def _no_scratch() -> Iterator[None]:
 def compare_on_cpu(run: Run) -> CpuComparison:
     """The run's step, real on the CPU, beside its prediction for a GPU without workspaces."""
     case = run.make()
-    with _kernels_of_both(run.own), _no_scratch(), EvenChoices(), StandIn(NO_WORKSPACES) as memory:
+    with kernels_of_both(run.own), no_scratch(), EvenChoices(), StandIn(NO_WORKSPACES) as memory:
         said = predict(case.trace(NO_WORKSPACES, NoPlans(STACK.capability)), NO_WORKSPACES)
         plan = case.plan(memory.device, track=False)
         with cuda_semantics(stands_for=("cpu",)):

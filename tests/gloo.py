@@ -32,11 +32,11 @@ class _Real(RunDevice):
     """The CPU of a process that computes and sends."""
 
     def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
-        return (_sharding(ledger), *super().regions(setup, ledger))
+        return (sharding_patches(ledger), *super().regions(setup, ledger))
 
 
 @contextmanager
-def _sharding(ledger: Ledger) -> Iterator[None]:
+def sharding_patches(ledger: Ledger) -> Iterator[None]:
     later = sharding.later(ledger, _disable_current_modes, alone=False)
     sharded = chain.from_iterable(make(import_module(module)) for module, make in later.items())
     for owner, name, value in [*sharding.replacements(nullcontext), *sharded]:

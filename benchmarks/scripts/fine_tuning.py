@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.scripts import data
 from benchmarks.scripts.recipe import Recipe
 
-_LLAMA = (
+LLAMA = (
     data.model(
         "llama",
         "AutoModelForCausalLM",
@@ -39,7 +39,7 @@ RECIPES = (
         "huggingface/peft",
         "examples/olora_finetuning",
         "olora_finetuning.py --base_model llama --data_path alpaca --batch_size 4 --device_map cuda",
-        (*_LLAMA, data.rows("alpaca/train.json", instruction=data.sentence, input="", output=data.sentence)),
+        (*LLAMA, data.rows("alpaca/train.json", instruction=data.sentence, input="", output=data.sentence)),
         needs=("peft", "transformers", "datasets"),
     ),
     Recipe(
@@ -49,7 +49,7 @@ RECIPES = (
         "train.py --model_name_or_path llama --dataset_name chats --splits train,test --max_length 256 "
         "--per_device_train_batch_size 4 --bf16 True --output_dir out --use_peft_lora True --lora_r 8 "
         "--lora_target_modules all-linear --gradient_checkpointing True --eval_strategy no",
-        (*_LLAMA, *_CHATS),
+        (*LLAMA, *_CHATS),
         needs=("peft", "trl", "transformers", "datasets"),
     ),
     Recipe(
@@ -58,7 +58,7 @@ RECIPES = (
         ".",
         "trl/scripts/sft.py --model_name_or_path llama --dataset_name chats --output_dir out "
         "--per_device_train_batch_size 4 --max_length 256",
-        (*_LLAMA, *_CHATS),
+        (*LLAMA, *_CHATS),
         needs=("trl", "transformers", "datasets"),
     ),
     Recipe(
@@ -67,7 +67,7 @@ RECIPES = (
         ".",
         "trl/scripts/dpo.py --model_name_or_path llama --dataset_name pairs --output_dir out --max_length 256 "
         "--per_device_train_batch_size 2 --use_peft --lora_r 8",
-        (*_LLAMA, data.rows("pairs/train.json", prompt=data.sentence, chosen=data.sentence, rejected=data.sentence)),
+        (*LLAMA, data.rows("pairs/train.json", prompt=data.sentence, chosen=data.sentence, rejected=data.sentence)),
         needs=("trl", "transformers", "datasets", "peft"),
     ),
     Recipe(
@@ -76,7 +76,7 @@ RECIPES = (
         ".",
         "trl/scripts/sft.py --model_name_or_path llama --dataset_name chats --output_dir out --max_length 256 "
         "--per_device_train_batch_size 4 --use_peft --lora_r 16 --load_in_4bit --bf16 True",
-        (*_LLAMA, *_CHATS),
+        (*LLAMA, *_CHATS),
         needs=("trl", "transformers", "datasets", "peft", "bitsandbytes"),
     ),
     Recipe(
@@ -86,7 +86,7 @@ RECIPES = (
         "trl/scripts/grpo.py --model_name_or_path llama --dataset_name prompts --output_dir out "
         "--reward_funcs rewards.length --use_vllm --vllm_mode colocate --vllm_gpu_memory_utilization 0.2 "
         "--per_device_train_batch_size 4 --num_generations 4 --max_completion_length 64 --bf16 True",
-        (*_LLAMA, data.rows("prompts/train.json", prompt=data.sentence), data.file("rewards.py", _REWARD)),
+        (*LLAMA, data.rows("prompts/train.json", prompt=data.sentence), data.file("rewards.py", _REWARD)),
         needs=("trl", "transformers", "datasets"),
     ),
     Recipe(

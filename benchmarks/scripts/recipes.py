@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.scripts import compiled, data, diffusion, fine_tuning, research, several_gpus
+from benchmarks.scripts import compiled, data, diffusion, fine_tuning, further, research, several_gpus
 from benchmarks.scripts.data import Maker
 from benchmarks.scripts.recipe import Recipe
 
@@ -319,4 +319,5 @@ RECIPES = (
     *research.RECIPES,
     *compiled.RECIPES,
     *several_gpus.RECIPES,
+    *further.RECIPES,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.scripts import data, research_data
 from benchmarks.scripts.recipe import Recipe
 
-_IMAGES = data.pictures("images/a", "images/b", count=64, size=(256, 256), name="{}.png")
+IMAGES = data.pictures("images/a", "images/b", count=64, size=(256, 256), name="{}.png")
 _HERE = {"PYTHONPATH": "."}
 _X_TRANSFORMERS = ("einx", "loguru", "torch_einops_utils", "tqdm")
 
@@ -25,7 +25,7 @@ RECIPES = (
         "facebookresearch/DiT",
         ".",
         "train.py --data-path images --model DiT-B/2 --global-batch-size 16 --num-workers 2",
-        (_IMAGES, research_data.autoencoder("stabilityai/sd-vae-ft-ema")),
+        (IMAGES, research_data.autoencoder("stabilityai/sd-vae-ft-ema")),
         ("timm", "torchvision", "diffusers"),
     ),
     Recipe(
@@ -33,7 +33,7 @@ RECIPES = (
         "facebookresearch/dino",
         ".",
         "main_dino.py --data_path images --batch_size_per_gpu 16 --num_workers 2 --output_dir .",
-        (_IMAGES,),
+        (IMAGES,),
         ("torchvision",),
     ),
     Recipe(
@@ -67,7 +67,7 @@ RECIPES = (
         "openai/guided-diffusion",
         ".",
         "scripts/image_train.py --data_dir images --image_size 64 --batch_size 16 --num_channels 128 --use_fp16 True",
-        (_IMAGES,),
+        (IMAGES,),
         ("mpi4py", "blobfile"),
         {**_HERE, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
     ),
@@ -76,7 +76,7 @@ RECIPES = (
         "NVlabs/stylegan2-ada-pytorch",
         ".",
         "train.py --outdir out --data images --gpus 1 --metrics none --workers 2",
-        (_IMAGES,),
+        (IMAGES,),
         ("click", "requests", "scipy"),
     ),
     Recipe(

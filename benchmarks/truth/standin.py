@@ -42,7 +42,7 @@ class StandIn:
     def __init__(self, stack: SoftwareStack = STACK) -> None:
         self.device = torch.device("cpu")
         self._stack = stack
-        self._ledger = _HostApart("cpu")
+        self._ledger = HostApart("cpu")
         self._since = 0
         self._listening = False
 
@@ -95,7 +95,7 @@ class StandIn:
         return self._stack
 
 
-class _HostApart(Ledger):
+class HostApart(Ledger):
     """Where the device is the CPU, host tensors have to be told apart: those of before the run, and what
     `torch.tensor` makes (an optimizer's step counters), which is on the host whatever the device.
     """

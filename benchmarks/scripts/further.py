@@ -1,0 +1,203 @@
+"""Scripts of 2025 and 2026 that were tried after those of the other modules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from benchmarks.scripts import data, fine_tuning, research, research_data
+from benchmarks.scripts.data import Maker
+from benchmarks.scripts.recipe import Recipe
+
+_NAMED = data.pictures("images", count=64, name="dog_{}.jpg")
+_HERE = {"PYTHONPATH": "."}
+_CORA = data.planetoid("../data/Planetoid/Cora/raw")
+_GYM = ("gymnasium", "tyro", "tensorboard")
+
+
+def _flow(folder: str, count: int = 16, size: tuple[int, int] = (384, 512)) -> Maker:
+    """Pairs of pictures with the movement between them, as FlyingChairs is stored."""
+
+    def make(here: Path) -> None:
+        random = numpy.random.default_rng(0)
+        data.pictures(folder, count=2 * count, size=size, name="{:05d}.ppm")(here)
+        for number in range(count):
+            header = numpy.float32(202021.25).tobytes() + numpy.int32(size[::-1]).tobytes()
+            flow = random.normal(size=(*size, 2)).astype(numpy.float32)
+            (here / folder / f"{number:05d}_flow.flo").write_bytes(header + flow.tobytes())
+
+    return make
+
+
+def _ijepa(here: Path) -> None:
+    """The repository's settings with the folders of the data and of the results, which it leaves open."""
+    text = (here / "configs/in1k_vith14_ep300.yaml").read_text()
+    for before, after in (
+        ("$replace_this_with_absolute_path_to_your_datasets_directory", str(here)),
+        ("$replace_this_with_path_for_experiment_logs/vith14.224-bs.2048-ep.300/", str(here)),
+        ("imagenet_full_size/061417/", "images/"),
+        ("batch_size: 128", "batch_size: 16"),
+        ("num_workers: 10", "num_workers: 2"),
+    ):
+        text = text.replace(before, after)
+    (here / "configs/mine.yaml").write_text(text)
+
+
+def _picotron(here: Path) -> None:
+    """Its template for two ranks of each kind of parallelism, with a model beside it."""
+    settings = json.loads((here / "template/base_config.json").read_text())
+    settings["distributed"] |= {"tp_size": 2, "pp_size": 2, "dp_size": 2}
+    settings["model"]["name"] = "llama"
+    settings["training"] |= {"micro_batch_size": 4, "gradient_accumulation_steps": 4, "num_samples": 4000}
+    settings["dataset"]["name"] = "stories"
+    settings["environment"]["HF_TOKEN"] = "none"
+    (here / "settings.json").write_text(json.dumps(settings))
+
+
+_PICOTRON = {"hidden_size": 960, "intermediate_size": 2560, "num_attention_heads": 16, "num_key_value_heads": 4}
+_PICOTRON |= {"num_hidden_layers": 16, "vocab_size": 49152, "tie_word_embeddings": False}
+
+
+def _preferences(**columns: Any) -> Maker:
+    return data.rows("pairs/train.json", **columns)
+
+
+RECIPES = (
+    Recipe(
+        "SiT",
+        "willisma/SiT",
+        ".",
+        "train.py --data-path images --model SiT-B/2 --global-batch-size 16 --num-workers 2",
+        (research.IMAGES, research_data.autoencoder("stabilityai/sd-vae-ft-ema")),
+        ("timm", "torchvision", "diffusers", "torchdiffeq", "wandb"),
+        {"ENTITY": "nobody", "PROJECT": "SiT"},
+    ),
+    Recipe(
+        "dlrm",
+        "facebookresearch/dlrm",
+        ".",
+        "dlrm_s_pytorch.py --use-gpu --arch-sparse-feature-size=64 --arch-embedding-size=1000000-500000-100000 "
+        "--arch-mlp-bot=13-512-64 --arch-mlp-top=512-256-1 --mini-batch-size=2048 --num-batches=16",
+        needs=("sklearn", "tensorboard"),
+    ),
+    Recipe(
+        "accelerate cv_example",
+        "huggingface/accelerate",
+        "examples",
+        "cv_example.py --data_dir images --mixed_precision fp16",
+        (_NAMED,),
+        needs=("accelerate", "timm", "torchvision"),
+    ),
+    *(
+        Recipe(
+            f"pytorch_geometric {name}",
+            "pyg-team/pytorch_geometric",
+            "examples",
+            f"{name}.py{options}",
+            (_CORA,),
+            needs=("torch_geometric", "scipy"),
+        )
+        for name, options in (("link_pred", ""), ("autoencoder", " --epochs 3"))
+    ),
+    *(
+        Recipe(
+            f"trl {name}",
+            "huggingface/trl",
+            ".",
+            f"trl/scripts/{name}.py --model_name_or_path llama --dataset_name pairs --output_dir out --max_length 256 "
+            "--per_device_train_batch_size 4",
+            (*fine_tuning.LLAMA, _preferences(**columns)),
+            needs=("trl", "transformers", "datasets"),
+        )
+        for name, columns in (
+            ("kto", {"prompt": data.sentence, "completion": data.sentence, "label": lambda r: r.random() < 0.5}),
+            ("reward", {"chosen": data.chat, "rejected": data.chat}),
+        )
+    ),
+    *(
+        Recipe(f"cleanrl {name}", "vwxyzjn/cleanrl", ".", f"cleanrl/{name}.py{options}", needs=_GYM, environment=_HERE)
+        for name, options in (
+            ("c51", " --learning-starts 200"),
+            ("pqn", ""),
+        )
+    ),
+    Recipe(
+        "sentence-transformers stsb",
+        "huggingface/sentence-transformers",
+        "examples/sentence_transformer/training/sts",
+        "training_stsbenchmark.py bert",
+        (
+            data.model("bert", "AutoModel", "bert"),
+            data.tokenizer("bert"),
+            *(
+                data.rows(
+                    f"sentence-transformers/stsb/{part}.jsonl",
+                    sentence1=data.sentence,
+                    sentence2=data.sentence,
+                    score=data.share,
+                )
+                for part in ("train", "validation", "test")
+            ),
+        ),
+        needs=("sentence_transformers", "datasets", "accelerate"),
+    ),
+    Recipe(
+        "RAFT",
+        "princeton-vl/RAFT",
+        ".",
+        "train.py --stage chairs --gpus 0 --validation chairs --batch_size 4 --mixed_precision",
+        (_flow("datasets/FlyingChairs_release/data"),),
+        needs=("scipy", "cv2", "tensorboard"),
+        environment={"PYTHONPATH": "core"},
+    ),
+    Recipe(
+        "ijepa",
+        "facebookresearch/ijepa",
+        ".",
+        "main.py --fname configs/mine.yaml",
+        (data.pictures("images/train/a", "images/train/b", count=64), _ijepa),
+        needs=("torchvision", "yaml"),
+    ),
+    Recipe(
+        "picotron dp tp pp",
+        "huggingface/picotron",
+        ".",
+        "train.py --config settings.json",
+        (
+            data.config("llama", "llama", **_PICOTRON),
+            data.tokenizer("llama"),
+            data.config("hf_model/llama", "llama", **_PICOTRON),
+            data.config("hf_model_safetensors", "llama", **_PICOTRON),
+            data.zeros("hf_model_safetensors"),
+            data.rows("stories/train.jsonl", 4000, text=data.sentence),
+            _picotron,
+        ),
+        needs=("transformers", "datasets", "wandb"),
+        options="--gpus 8 --gpu h100",
+    ),
+    Recipe(
+        "MONAI unet",
+        "Project-MONAI/tutorials",
+        "3d_segmentation/torch",
+        "unet_training_array.py",
+        needs=("monai", "nibabel", "tensorboard"),
+    ),
+    Recipe(
+        "MONAI unet 2d",
+        "Project-MONAI/tutorials",
+        "2d_segmentation/torch",
+        "unet_training_dict.py",
+        needs=("monai", "tensorboard"),
+    ),
+    Recipe(
+        "lightning fabric tensor_parallel",
+        "Lightning-AI/pytorch-lightning",
+        "examples/fabric/tensor_parallel",
+        "train.py",
+        needs=("lightning",),
+        options="--gpus 4",
+    ),
+)
