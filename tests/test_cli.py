@@ -349,6 +349,10 @@ def test_the_command_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
             "batch_size=8); give options before the script: memsize fit-script --vary-argument … a.py …",
         ),
         ("report a.py:A --train --gpu t4", "--train has no value: --gpu follows it (memsize report --help)"),
+        (
+            "fit a.py:A --budget",
+            "--budget has no value. Memory of the device, instead of the GPU's: 15109MiB, 24GB (memsize fit --help)",
+        ),
         ("run --beside serve:0.3 train.py", "no such script: --beside (an option that memsize run does not have)"),
         ("run --gpu t4 python3 train.py", "no such script: python3 (give the script itself, without python)"),
     ):

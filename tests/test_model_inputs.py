@@ -301,3 +301,26 @@ def test_integers_of_less_than_a_byte(bits: int) -> None:
         assert memsize.report(model, input_data=([A, held],), scenarios="fp32").totals.input_bytes == 256 + 64
         _, kwargs = inputs_from_specs(parse_inputs([f"codes=16:{name}"]), 2).call()
         assert (kwargs["codes"].dtype, tensor_bytes(kwargs["codes"])) == (getattr(torch, name), 32)
+
+
+class Texts(nn.Module):
+    """A model of texts, as transformers' are: `main_input_name` names its first input."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        return self.embedding(input_ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"), [("8", "int64"), ("input_ids=8", "int64"), ("8:int32", "int32"), ("8,4", "float32")]
+)
+def test_token_ids_are_integers(text: str, dtype: str) -> None:
+    """A shape of two dimensions are embeddings, which are floating."""
+    model = Texts()
+    model.embedding = nn.Embedding(10, 4) if "int" in dtype else nn.Identity()
+    assert memsize.report(model, text).trace.inputs[0].spec.dtype == dtype

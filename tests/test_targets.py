@@ -96,6 +96,34 @@ def test_a_file_takes_arguments_for_its_constructor_after_a_question_mark(tmp_pa
     assert "has no argument 'depth': did you mean width" in refused(f"{path}:build?depth=7")
 
 
+TRAINS = """
+from torch import nn, ones
+net = nn.Linear(3, 1)
+def step():
+    for _ in range(2): net(ones(2, 3)).sum().backward()
+{guard}
+    for epoch in range(2):
+        with open({file!r}, "a") as log:
+            net(ones(2, 3)).sum().backward()
+            log.write("trained")
+"""
+
+
+@pytest.mark.parametrize(("guard", "trains"), [("if True:", True), ('if __name__ == "__main__":', False)])
+def test_a_file_that_trains_when_it_is_imported_is_not_imported(
+    guard: str, trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAINS.format(guard=guard, file=str(tmp_path / "log")))
+    if trains:
+        assert refused("train.py:net").startswith(
+            "train.py trains when it is imported (line 9): memsize run train.py simulates it as a script"
+        )
+    else:
+        assert memsize.report("train.py:net", (3,)).parameters == 4
+    assert not (tmp_path / "log").exists()
+
+
 @pytest.mark.parametrize("name", ["last.pt", "model.safetensors"])
 def test_a_checkpoint_that_is_not_there_is_no_module(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,11 +26,13 @@ class RequestCommand(click.Command):
         options = options_of(self.request).values()
         choices = {flag: it.choices for it in options if it.kind == "flag" and it.choices for flag in it.flags}
         texts, remaining = list[str](), deque(args)
-        takers = {flag: it.flag for it in options if it.kind not in ("flag", "texts") for flag in it.flags}
+        takers = {flag: it.description for it in options if it.kind not in ("flag", "texts") for flag in it.flags}
         while remaining:
             text = remaining.popleft()
             if text in takers and remaining and remaining[0] in takers and ctx.allow_interspersed_args:
                 ctx.fail(f"{text} has no value: {remaining[0]} follows it")
+            if text in takers and not remaining and not ctx.resilient_parsing:
+                ctx.fail(f"{text} has no value. {takers[text].rstrip('.')}")
             if values := choices.get(text):
                 text = f"{text}={remaining.popleft() if remaining and remaining[0] in values else values[0]}"
             texts.append(text)

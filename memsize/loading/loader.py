@@ -5,10 +5,12 @@ Their code is imported here, `building` builds a model, and `scope` says what is
 
 from __future__ import annotations
 
+import ast
 import functools
 import glob
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -267,6 +269,7 @@ def import_target(target: Target, scope: ImportScope, name: str) -> ModuleType:
     try:
         with exits_caught():
             if target.file and "." not in name and target.file.stem != "__init__":
+                _check_trains_nothing(target.file)
                 return _execute(target.file, scope, name)
             module = importlib.import_module(name)
     except Exception as error:
@@ -286,6 +289,29 @@ def _execute(file: Path, scope: ImportScope, name: str) -> ModuleType:
     scope.adopt(name, module)
     loader.exec_module(module)
     return module
+
+
+def _check_trains_nothing(file: Path) -> None:
+    """Raise `TargetError` for a file that calls backward in a loop when it is imported: it would train for real."""
+    try:
+        todo: list[tuple[ast.AST, bool]] = [(ast.parse(file.read_bytes()), False)]
+    except (OSError, SyntaxError, ValueError):  # the import says why
+        return
+    while todo:
+        node, is_looping = todo.pop(0)
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+                continue
+            case ast.If(test=test) if "__name__" in ast.unparse(test):
+                todo += ((child, is_looping) for child in node.orelse)
+                continue
+            case ast.Call(func=ast.Attribute(attr="backward")) if is_looping:
+                raise TargetError(
+                    f"{file.name} trains when it is imported (line {node.lineno}): memsize run {os.path.relpath(file)} "
+                    "simulates it as a script; to show its model, keep what trains below if __name__ == '__main__'"
+                )
+        is_looping = is_looping or isinstance(node, (ast.For, ast.While))
+        todo += ((child, is_looping) for child in ast.iter_child_nodes(node))
 
 
 class _Source(SourceFileLoader):

@@ -73,7 +73,7 @@ def inputs_for(
     if subject.call is not None:
         return inputs_from_call(subject.call)
     if subject.specs:
-        return inputs_from_specs(subject.specs, subject.batch_size or 1)
+        return inputs_from_specs([_with_tokens(spec, model) for spec in subject.specs], subject.batch_size or 1)
     source = subject.source
     if isinstance(source, str):
         maker = load_inputs(source, machine)
@@ -101,6 +101,13 @@ def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInput
     typed = {position for position, spec in enumerate(positional) if spec.dtype is not None}
     named = {spec.name for spec in specs if spec.name and spec.dtype}
     return ModelInputs(make, batch_size, True, typed=frozenset({*typed, *named}))
+
+
+def _with_tokens(spec: InputSpec, model: nn.Module) -> InputSpec:
+    """`spec` as int64 where it has no dtype and stands for token ids, by its name or that of the model's main input."""
+    name = spec.name or (getattr(model, "main_input_name", "") if len(spec.shape) == 1 else "")
+    is_tokens = spec.dtype is None and isinstance(name, str) and name.endswith("_ids")
+    return replace(spec, dtype="int64") if is_tokens else spec
 
 
 def inputs_from_data(data: Any) -> ModelInputs:
