@@ -54,6 +54,21 @@ def measured(attention, *shapes):
     out.backward(gradient)
     print(json.dumps([forward, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before]))
 """
+FLASH_LAYERS = """
+import json, torch
+from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn.losses.cross_entropy import CrossEntropyLoss
+from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
+def made(*shape, dtype=torch.bfloat16, trained=True):
+    return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=trained)
+def measured(function, *tensors):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = function(*tensors)
+    forward = torch.cuda.memory_allocated() - before
+    out.backward(torch.empty_like(out))
+    print(json.dumps([forward, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before]))
+"""
 Figures = Callable[[str, str], tuple[list[int], Any]]
 
 
@@ -540,6 +555,48 @@ def test_heads_are_padded(figures: Figures) -> None:
     (forward, _, _), _ = figures(ATTENTION, "measured(flash_attn_func, *3 * [(1, 1024, 4, 36)])")
     padded = 2 * 1024 * 4 * 40
     assert forward == 4 * padded + 4 * 4 * 1024 + 512  # queries, keys, values and the output
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rotary_embeddings_of_flash_attn(figures: Figures, inplace: bool) -> None:
+    """Heads of 2 MiB, rotated after a product; its result and the gradients of both are as large."""
+    head = FLASH_LAYERS + "cos, sin = (made(1024, 32, trained=False) for _ in range(2))\n"
+    line = f"measured(lambda x: apply_rotary_emb(x * 2, cos, sin, inplace={inplace}), made(2, 1024, 8, 64))"
+    (forward, most, after), _ = figures(head, line)
+    heads = 2 * 2 * 1024 * 8 * 64
+    assert forward == (1 if inplace else 2) * heads - (0 if inplace else heads)  # the product is not kept
+    # The result and its gradient, and that of the product before the next; in place, the gradient is rotated as it is.
+    assert most == forward + (2 if inplace else 3) * heads
+    assert after == forward + heads
+
+
+@pytest.mark.parametrize(("norm", "bias"), [("rms_norm_fn", "None"), ("layer_norm_fn", "made(4096)")])
+def test_norms_of_flash_attn_keep_the_sum(figures: Figures, norm: str, bias: str) -> None:
+    """2,048 rows of 4,096: 16 MiB in bfloat16, and the sum with the residual, 32 MiB in float32."""
+    tensors = f"made(2048, 4096), made(4096), {bias}, made(2048, 4096, dtype=torch.float32)"
+    (forward, most, after), _ = figures(FLASH_LAYERS, f"measured(lambda *t: {norm}(*t, prenorm=True)[0], {tensors})")
+    is_rms = bias == "None"
+    rows, numbers = 2 * 2048 * 4096, (1 if is_rms else 2) * 4 * 2048  # of each row its scale, and the mean
+    assert forward == rows + 2 * rows + numbers
+    # The gradients of the result, zeros for that of the sum, those of x and of the residual; 8 parts of the weight's
+    # for each of 108 multiprocessors, and of the bias's.
+    parts = (1 if is_rms else 2) * 14 * MiB  # 4 × 8 × 108 × 4096 bytes, 13.5 MiB
+    sums = most - (forward + rows + 2 * rows + rows + 2 * rows + parts)
+    assert 4 * 4096 <= sums <= 3 * 4 * 4096  # in float32, one of which is turned into bfloat16
+    # The result, and the gradients of x, of the residual and of the weights.
+    assert after == rows + rows + 2 * rows + (1 if is_rms else 2) * 2 * 4096
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_cross_entropy_of_flash_attn(figures: Figures, inplace: bool) -> None:
+    """Logits of 2,048 × 32,768, 128 MiB: their gradient is new, or takes their place."""
+    head = FLASH_LAYERS + "target = torch.zeros(2048, dtype=torch.int64, device='cuda')\n"
+    loss = f"CrossEntropyLoss(reduction='none', inplace_backward={inplace})"
+    (forward, most, after), _ = figures(head, f"measured(lambda x: {loss}(x, target), made(2048, 32768))")
+    row, logits = 4 * 2048, 2 * 2048 * 32768
+    assert forward == 2 * row  # the losses, and a sum of each row
+    assert most == 4 * row + (0 if inplace else logits)  # their gradient, and zeros for that of the second result
+    assert after == row + (0 if inplace else logits)
 
 
 def test_attention_of_transformers(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from memsize.virtual.packages import (
     bitsandbytes_optimizers,
     flash_attn,
     flash_attn_3,
+    flash_attn_layers,
     inference_servers,
     liger,
     linear_attention,
@@ -45,6 +46,7 @@ _KERNELS: Final[Mapping[str, Mapping[str, Any]]] = {**state_space.KERNELS, **mmc
 _MODULES: Final[Mapping[str, Mapping[str, Any]]] = {
     **flash_attn.MODULES,
     **flash_attn_3.MODULES,
+    **flash_attn_layers.MODULES,
     **state_space.MODULES,
     **mamba2.MODULES,
     **_KERNELS,
