@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scripts import __main__ as command, data
+from benchmarks.scripts import __main__ as command, data, on_cpu
 from benchmarks.scripts.recipe import Recipe
 from benchmarks.scripts.recipes import RECIPES
 from benchmarks.scripts.runner import Outcome, outcome
@@ -84,3 +84,35 @@ def test_the_command_resumes_and_writes_the_page(
     assert "makemore" in written.read_text(encoding="utf-8")
     with pytest.raises(SystemExit):
         command.main(["nothing-of-that-name", *options])
+
+
+LOOP = """
+import torch
+model = torch.nn.Linear(512, 512).to("cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
+for _ in range(9):
+    optimizer.zero_grad()
+    model(torch.ones(8, 512, device="cuda")).relu().sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_allocates_on_the_cpu_what_was_predicted(tmp_path: Path) -> None:
+    """Six tensors in a step. At its peak the gradients of the step before are there again, and with them the input and
+    the gradient of the product: 8 × 512 × 4 bytes each.
+    """
+    script = tmp_path / "train.py"
+    script.write_text(LOOP, encoding="utf-8")
+    predicted, real = on_cpu.predicted([str(script)]), on_cpu.real([str(script)], gpus=1)
+    assert on_cpu.line(on_cpu.compared("loop", predicted, real)) == [
+        "loop",
+        "6",
+        "6",
+        "6",
+        "32,768 B",
+        "+0 B",
+        "nothing",
+    ]
+    relu = next(storage for storage, delta, location in real if delta > 0 and location.op == "relu")
+    without = on_cpu.compared("loop", predicted, [event for event in real if event[0] != relu])
+    assert dict(without.differences) == {"predicted only: relu (16,384 B)": 1}

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from benchmarks.scripts import data, fine_tuning, research, research_data
 from benchmarks.scripts.data import Maker
 from benchmarks.scripts.recipe import Recipe
@@ -16,20 +14,6 @@ _NAMED = data.pictures("images", count=64, name="dog_{}.jpg")
 _HERE = {"PYTHONPATH": "."}
 _CORA = data.planetoid("../data/Planetoid/Cora/raw")
 _GYM = ("gymnasium", "tyro", "tensorboard")
-
-
-def _flow(folder: str, count: int = 16, size: tuple[int, int] = (384, 512)) -> Maker:
-    """Pairs of pictures with the movement between them, as FlyingChairs is stored."""
-
-    def make(here: Path) -> None:
-        random = numpy.random.default_rng(0)
-        data.pictures(folder, count=2 * count, size=size, name="{:05d}.ppm")(here)
-        for number in range(count):
-            header = numpy.float32(202021.25).tobytes() + numpy.int32(size[::-1]).tobytes()
-            flow = random.normal(size=(*size, 2)).astype(numpy.float32)
-            (here / folder / f"{number:05d}_flow.flo").write_bytes(header + flow.tobytes())
-
-    return make
 
 
 def _ijepa(here: Path) -> None:
@@ -143,15 +127,6 @@ RECIPES = (
             ),
         ),
         needs=("sentence_transformers", "datasets", "accelerate"),
-    ),
-    Recipe(
-        "RAFT",
-        "princeton-vl/RAFT",
-        ".",
-        "train.py --stage chairs --gpus 0 --validation chairs --batch_size 4 --mixed_precision",
-        (_flow("datasets/FlyingChairs_release/data"),),
-        needs=("scipy", "cv2", "tensorboard"),
-        environment={"PYTHONPATH": "core"},
     ),
     Recipe(
         "ijepa",

@@ -310,7 +310,6 @@ CASES: Final = (
     Case("trl kto"),
     Case("trl reward"),
     Case("MONAI unet"),
-    Case("RAFT", gpus=1, command="train.py --stage chairs --gpus 0 --batch_size 1 --image_size 128 160 --small"),
     Case("detr", "main.py --coco_path coco --batch_size 1 --num_workers 1 --device cpu"),
 )
 
