@@ -281,6 +281,13 @@ def test_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.startswith("stdin   GPU 0, of 24.0 GiB\n")
 
 
+def test_the_message_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    text = message().removeprefix("torch.OutOfMemoryError: ")
+    assert memsize.explain(text).total == 24 * GiB
+    assert run(["explain", text]) == 0
+    assert capsys.readouterr().out.startswith("error   GPU 0, of 24.0 GiB\n")
+
+
 def test_a_saved_report_is_the_same(tmp_path: Path) -> None:
     report = explained(TRACEBACK + message(), tmp_path)
     report.save(tmp_path / "error.memsize")

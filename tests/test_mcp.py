@@ -153,6 +153,16 @@ def test_what_is_outside_the_folder(tool: str, arguments: dict[str, Any], agent:
     assert not (outer / "came").exists() and not (agent.folder / "came").exists()
 
 
+def test_an_error_that_links_to_a_page_is_no_path(agent: Agent) -> None:
+    message = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 1.00 GiB is "
+        "free. Of the allocated memory 20.00 GiB is allocated by PyTorch, and 2.50 GiB is reserved by PyTorch but "
+        "unallocated. See (https://docs.pytorch.org/docs/stable/notes/cuda.html)"
+    )
+    text, failed = agent.call("explain", snapshot=message)
+    assert not failed and text.startswith("error   GPU 0, of 24.0 GiB")
+
+
 @pytest.mark.parametrize(
     ("tool", "arguments", "part"),
     [

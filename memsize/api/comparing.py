@@ -67,9 +67,9 @@ def explain(request: ExplainRequest) -> Explanation | OutOfMemoryReport:
     """Explain a memory snapshot of a real GPU: what was alive, where it was allocated, and whether fragmentation is to
     blame; or PyTorch's out-of-memory error in a text, such as a log: what the GPU held, and what would have helped.
 
-    `snapshot` is a file that `torch.cuda.memory._dump_snapshot` wrote, or the text (``"-"``: stdin). A snapshot is
-    explained at the moment when memory ran out, else at the peak of its history. `against`, for a snapshot alone, may
-    also be an answer of `run`, `trace` or `report(train=…)`.
+    `snapshot` is a file that `torch.cuda.memory._dump_snapshot` wrote, one with the text (``"-"``: stdin), or the text
+    itself, as in ``explain(str(error))``. A snapshot is explained at the moment when memory ran out, else at the peak
+    of its history. `against`, for a snapshot alone, may also be an answer of `run`, `trace` or `report(train=…)`.
 
     Raises `InputError` for a file that is neither or is damaged, and for a saved run that predicts no peak.
     """

@@ -124,9 +124,9 @@ def _is_run(side: str) -> bool:
 def explain(request: ExplainRequest, output: Destination) -> None:
     """Show what FILE says about a real GPU that ran out of memory.
 
-    A text with PyTorch's error, such as a log (- reads stdin), says what the GPU held and what would have helped. A
-    snapshot by torch.cuda.memory._dump_snapshot also says what was alive, what it was for, and which lines made it.
-    Nothing in the file is run.
+    A text with PyTorch's error, such as a log (- reads stdin; the message itself will do too), says what the GPU held
+    and what would have helped. A snapshot by torch.cuda.memory._dump_snapshot also says what was alive, what it was
+    for, and which lines made it. Nothing in the file is run.
     """
     answer(output, "explanation", request.snapshot, ask=lambda api, _: api.explain(request))
 

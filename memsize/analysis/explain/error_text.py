@@ -70,9 +70,14 @@ _CALL: Final = re.compile(
 _TRACEBACK: Final = "Traceback (most recent call last)"
 
 
+def is_message(text: str) -> bool:
+    """Whether a text is such an error itself, and names no file with one."""
+    return _REQUEST.search(text) is not None
+
+
 def is_snapshot(path: str | os.PathLike[str]) -> bool:
     """Whether a file begins as a pickle does. One that cannot be read is left to the reader of snapshots."""
-    if str(path) == STDIN:
+    if str(path) == STDIN or is_message(str(path)):
         return False
     try:
         with files.opened(Path(path).expanduser()) as file:
@@ -82,12 +87,14 @@ def is_snapshot(path: str | os.PathLike[str]) -> bool:
 
 
 def explain_errors(path: str | os.PathLike[str], device: int | None = None) -> OutOfMemoryReport:
-    """Explain the last error on one GPU in the text at `path` (``-``: stdin); by default of the GPU that failed first.
+    """Explain the last error on one GPU in the text at `path` (``-``: stdin), or in `path` itself, by default on the
+    GPU that failed first.
 
     Raises `InputError` for a text without such an error.
     """
-    name = "stdin" if str(path) == STDIN else printable(Path(path).name)
-    text = _read(path)
+    name, text = "error", str(path)
+    if not is_message(text):
+        name, text = "stdin" if text == STDIN else printable(Path(path).name), _read(path)
     reports: dict[int, list[OutOfMemoryReport]] = {}
     for lines in _by_rank(text):
         for report in _errors(lines, name):
