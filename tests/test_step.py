@@ -390,6 +390,12 @@ def _temporaries(trace: Trace, index: int) -> int:
     return sum(size for storage, size in held.items() if trace.storages[storage].role == "temporary")
 
 
+@pytest.mark.parametrize("text", ["adamw:lr={{}}", "sgd:momentum=fast", "sgd:momentum=", "sgd:0.9"])
+def test_optimizer_options_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(memsize.MemsizeError, match="cannot read the optimizer option"):
+        parse_optimizer(text)
+
+
 @pytest.mark.parametrize("name", [*NAMED, "adamw:fused", "adam:foreach=False"])
 def test_an_optimizer_by_name_is_pytorchs_own(name: str) -> None:
     spec = parse_optimizer(name)

@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 from memsize.errors import TargetError, first_line, nearest, quoted, suggestion
 from memsize.loading.presets import is_hub_id, presets
 from memsize.records.run_file import SUFFIX
+from memsize.spec.options import parse_value
 
 _EXAMPLES = "write it like model.py:Net or package.module:build"
 
@@ -88,14 +89,6 @@ def _parsed(text: str) -> Target:
         hint = suggestion(source, (), near) if near else _EXAMPLES
         raise TargetError(f"cannot read {text!r} as a target: {hint}")
     return Target(None, source, name or None, options=options)
-
-
-def parse_value(text: str) -> object:
-    """The value that a Python literal writes; any other text is the string that it is."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
 
 
 def _of_library(library: str, rest: str) -> Target:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from memsize.errors import InputError
 from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, parse_input, parse_inputs
-from memsize.spec.options import option
+from memsize.spec.options import option, parse_value
 from memsize.spec.training import BASES, PEFT_CONFIGS, TrainedParts, parse_adapter, parse_base, parse_lora
 from memsize.spec.vary import parse_lengths
 
@@ -36,10 +35,7 @@ def parse_arguments(texts: Iterable[str] | Mapping[str, object]) -> Mapping[str,
             raise InputError(f"cannot read the argument {text!r}: write it like width=64")
         if name in arguments:
             raise InputError(f"the argument {name!r} is given twice")
-        try:
-            arguments[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            arguments[name] = value
+        arguments[name] = parse_value(value)
     return arguments
 
 

@@ -14,6 +14,7 @@ The command line's options, the keywords of Python, the keys of TOML files and t
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import sys
@@ -71,6 +72,14 @@ _WORDS: Final = {
 """What messages call a type."""
 _OPTION: Final = "option"
 _PART: Final = "part"
+
+
+def parse_value(text: str) -> object:
+    """The value that a Python literal writes; any other text is the string that it is."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
 
 
 class UnknownKeywordError(UnknownInputError, TypeError):

@@ -5,14 +5,13 @@ Options are values, parsed and checked once.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from memsize.errors import InputError, UnknownInputError
-from memsize.spec.options import check_fields, option
+from memsize.spec.options import check_fields, option, parse_value
 
 OPTIMIZERS: dict[str, tuple[str, Mapping[str, object]]] = {
     "sgd": ("SGD", {"lr": 0.01}),
@@ -110,11 +109,8 @@ def parse_optimizer(text: str) -> OptimizerSpec:
     options = dict(defaults)
     for text in filter(None, rest.split(",")):
         key, equals, value = map(str.strip, text.partition("="))
-        try:
-            options[key] = ast.literal_eval(value) if equals else True
-        except (ValueError, SyntaxError):
-            key = ""
-        if not key.isidentifier():
+        options[key] = parse_value(value) if equals else True
+        if options[key] == value or not key.isidentifier():  # a word is no option's value
             raise InputError(f"cannot read the optimizer option {text!r}: write it like momentum=0.9")
     return OptimizerSpec(name, cls, options)
 
@@ -212,11 +208,7 @@ def parse_lora(text: str, kind: str = "lora") -> Adapter:
             near = (_PEFT_NAMES[name],) if name in _PEFT_NAMES else None
             raise UnknownInputError("option", name, ADAPTER_OPTIONS, near=near, problem=f"lora has no option {name!r}")
         else:
-            try:
-                literal: object = ast.literal_eval(value)
-            except (ValueError, SyntaxError):
-                literal = value
-            adapter = replace(adapter, options=(*adapter.options, (name, literal)))
+            adapter = replace(adapter, options=(*adapter.options, (name, parse_value(value))))
     return adapter
 
 
