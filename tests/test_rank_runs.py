@@ -466,6 +466,30 @@ def test_a_script_for_torchrun_is_told_of_the_option(
 
 
 @pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        # Lightning's message, from its device parser
+        (
+            "raise ValueError('You requested gpu: [0, 1, 2]\\n But your machine only has: [0]')",
+            "The script trains on 3 GPUs: --gpus 3 simulates them.",
+        ),
+        ("torch.ones(4, device='cuda:1')", "--gpus 2 --one-process gives a process 2 GPUs"),
+        (
+            "torch.nn.DataParallel(torch.nn.Linear(4, 4).cuda(), device_ids=[0, 1])",
+            "--gpus 2 --one-process gives a process 2 GPUs",
+        ),
+    ],
+)
+def test_a_script_for_several_gpus_is_told_of_the_option(
+    code: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import torch\n{code}", encoding="utf-8")
+    assert command(["run", str(script)]) == 1
+    assert message in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--gpus", "8", "--rank", "8"], "no rank 8 among 8: they are counted from 0 to 7"),

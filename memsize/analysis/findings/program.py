@@ -28,6 +28,7 @@ CAUSES: Final = (
     "run-missing-package",
     "run-missing-checkpoint",
     "run-needs-launcher",
+    "run-needs-gpus",
     "run-divides-heads",
     "run-other-gpu",
 )
@@ -187,6 +188,18 @@ def _needs_launcher(run: ProgramRun) -> Iterator[Finding]:
     if missing is not None and run.trace.world == ALONE:
         template = "The script needs {name}, which torchrun sets: --gpus 8 runs it as one of 8 processes."
         yield Finding("run-needs-launcher", template, {"name": missing})
+
+
+@RULES.rule("run-needs-gpus")
+def _needs_gpus(run: ProgramRun) -> Iterator[Finding]:
+    """Lightning names the GPUs that it asks for; CUDA's error and DataParallel's do not."""
+    failure = run.failure or ""
+    if match := re.search(r"You requested gpu: \[([\d, ]+)\]", failure):
+        text = "The script trains on {count} GPUs: --gpus {count} simulates them."
+        yield Finding("run-needs-gpus", text, {"count": match[1].count(",") + 1})
+    elif "invalid device ordinal" in failure or failure == "AssertionError: Invalid device id":
+        text = "The script uses a GPU that is not simulated: --gpus {count} --one-process gives a process {count} GPUs."
+        yield Finding("run-needs-gpus", text, {"count": 2 * run.trace.world.local_size})
 
 
 @RULES.rule("run-other-gpu")
