@@ -25,7 +25,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from benchmarks.nets import graphs
 from benchmarks.nets.adapted import adapted
@@ -33,11 +33,14 @@ from benchmarks.nets.language import GPT2, Bert, Experts, Gated, GPT2Block, Llam
 from benchmarks.nets.visual import ViTBase
 from benchmarks.truth.standin import STACK, StandIn
 from benchmarks.truth.suite import NETS, Build
+from memsize.analysis.fit.optimized_models import OffloadActivations, Recompute, StepInBackward
+from memsize.analysis.runner import Edit
 from memsize.analysis.verify.alignment import align
 from memsize.analysis.verify.measure import measure
 from memsize.analysis.verify.verification import Experiment, predict
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.cuda_semantics import cuda_semantics
+from memsize.device.cards import card
 from memsize.kernels import rules
 from memsize.kernels.cudnn.plans import Convolution, Plans
 from memsize.kernels.registry import REDUCTIONS, TEMPORARIES
@@ -179,11 +182,29 @@ _TABLE: Final = """
     llama-1b-checkpointed  train  bf16         adamw:foreach         2   16 own
     gpt2                   infer  fp32         -                     2   16 own
     gpt2                   train  fp32         adamw:foreach         2   16 own
+
+    resnet18               train  fp32         adamw:foreach         2    0 offload
+    vit-base               train  amp-bf16     adamw:foreach         1    0 offload
+    gpt2                   train  fp32         adamw:foreach         2   16 offload
+    llama-1b               train  fp32         adamw:foreach         2   16 offload
+    llama-1b               train  amp-bf16     adamw:foreach         2   16 offload
+    mixture                train  fp32         adamw:foreach         2   32 offload
+    resnet18               train  fp32         adamw:foreach         2    0 in-backward
+    vit-base               train  amp-bf16     adamw:foreach         1    0 in-backward
+    gpt2                   train  fp32         adamw:foreach         2   16 in-backward
+    llama-1b               train  bf16         adamw:foreach         2   16 in-backward
+    llama-1b-untied        train  bf16         adamw:fused           2   16 in-backward
+    mixture                train  fp32         adamw:foreach         2   32 in-backward
+    vit-base               train  amp-bf16     adamw:foreach         1    0 first-block
+    gpt2                   train  fp32         adamw:foreach         2   16 first-block
+    llama-1b               train  amp-bf16     adamw:foreach         2   16 first-block
+    mixture                train  fp32         adamw:foreach         2   32 first-block
 """
 """Network, training or inference, scenario, optimizer (``/4``: four backwards a step), batch, length of texts.
 
 `foreach` is CUDA's default, and has to be asked for on a CPU. With `own`, attention is left to the kernels that each
-device has for it.
+device has for it. The last are remedies of `memsize fit`: activation offload, the optimizer in backward, and
+checkpointing of the fewest blocks.
 """
 
 
@@ -194,6 +215,33 @@ class Run:
     name: str
     make: Callable[[], Experiment]
     own: bool
+    edit: Callable[[StandIn, Setup], Setup] = lambda _, setup: setup
+    """Changes the model whose step is real."""
+
+
+def _on_host(memory: StandIn, setup: Setup) -> Setup:
+    """Keep what the forward saves in memory of the host, and copy it from there in backward, as `save_on_cpu` does."""
+    forward: Callable[..., Any] = setup.model.forward
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():
+            host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        memory.leave_out([host])
+        return host.copy_(tensor.detach().contiguous())  # a GPU copies elements in a row (cuda/Copy.cu)
+
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda host: host.to("cpu", copy=True)):
+            return forward(*args, **kwargs)
+
+    setup.model.forward = offloaded
+    return setup
+
+
+_REMEDIES: Final[Mapping[str, tuple[Edit, Callable[[StandIn, Setup], Setup]]]] = {
+    "offload": (OffloadActivations(card("a100")), _on_host),
+    "first-block": (Recompute(1), lambda _, setup: Recompute(1)(setup)),
+}
+"""By name, the edit of a remedy in a prediction, and in a real step."""
 
 
 def _run(line: str) -> Run:
@@ -201,18 +249,22 @@ def _run(line: str) -> Run:
     optimizer_name, _, backwards = optimizer.partition("/")
     training = Training(optimizer_name, gradient_accumulation_steps=int(backwards or 1)) if kind == "train" else None
     build, inputs = {**SMALL, **GRAPHS}[net]
-    own = more[1:] == ["own"]
-    parts = [net, kind, scenario, *([optimizer_name] if training else [])]
-    name = "/".join([*parts, *([f"x{backwards}"] if backwards else []), *(["own-attention"] if own else [])])
+    own, remedy = more[1:] == ["own"], "".join(more[1:])
+    edits = _REMEDIES.get(remedy, ())
+    if remedy == "in-backward" and training:
+        training = replace(training, optimizer=StepInBackward(optimizer_name))
+    parts = [net, kind, scenario, optimizer_name if training else "", f"x{backwards}" if backwards else ""]
+    name = "/".join(filter(None, [*parts, "own-attention" if own else remedy]))
 
     def make() -> Experiment:
         with Weightless():
             model = build()
         specs = parse_inputs(inputs.format(length=more[0] if more else "").split())
         arguments = inputs_from_specs(specs, int(batch))
-        return Experiment(name, model, arguments, training is not None, scenario_named(scenario), training)
+        precision = scenario_named(scenario)
+        return Experiment(name, model, arguments, training is not None, precision, training, edits[:1])
 
-    return Run(name, make, own)
+    return Run(name, make, own, *edits[1:])
 
 
 RUNS: Final[Mapping[str, Run]] = {run.name: run for run in map(_run, filter(str.strip, _TABLE.splitlines()))}
@@ -267,8 +319,9 @@ def compare_on_cpu(run: Run) -> CpuComparison:
     with kernels_of_both(run.own), no_scratch(), EvenChoices(), StandIn(NO_WORKSPACES) as memory:
         said = predict(case.trace(NO_WORKSPACES, NoPlans(STACK.capability)), NO_WORKSPACES)
         plan = case.plan(memory.device, track=False)
+        build = partial(_with_cuda_casts, plan.build, case.scenario.autocast)
         with cuda_semantics(stands_for=("cpu",)):
-            seen = measure(replace(plan, build=partial(_with_cuda_casts, plan.build, case.scenario.autocast)), memory)
+            seen = measure(replace(plan, build=lambda: run.edit(memory, build())), memory)
     assert seen.log is not None and seen.peaks is not None
     alignment = align(said.log, seen.log)
     kinds = {name: type(module) for name, module in case.model.named_modules()}

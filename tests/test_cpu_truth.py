@@ -44,6 +44,9 @@ QUICK = (
     "mixture/train/fp32/adamw:foreach",
     "lstm/train/fp32/sgd:foreach",
     "gpt2/infer/bf16",
+    "llama-1b/train/fp32/adamw:foreach/offload",
+    "llama-1b/train/bf16/adamw:foreach/in-backward",
+    "llama-1b/train/amp-bf16/adamw:foreach/first-block",
     *(name for name in RUNS if name.partition("/")[0] in GRAPHS),
 )
 """Run with every suite: they take a second or two each. The others are slow."""

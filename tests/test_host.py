@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,39 @@ def test_what_autograd_saves_on_the_cpu_has_no_values_there(pinned: bool) -> Non
     use = run.ledger.host_memory.use
     assert (use.pinned if pinned else use.tensors) == 4 * MiB // 4
     assert not run.ledger.evaluator.assumptions
+
+
+def test_what_a_copy_to_the_host_takes_on_the_gpu() -> None:
+    """CUDA copies elements that lie in a row in both places; otherwise it makes such a copy on the GPU before."""
+    with memsize.virtual_gpu("a100"):
+        weight = torch.empty(512, 256, device="cuda")  # 0.5 MiB of float32
+        pinned = torch.empty(256, 512, pin_memory=True)
+
+        def taken(copy: Callable[[], object]) -> int:
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            copy()
+            return torch.cuda.max_memory_allocated() - before
+
+        assert taken(lambda: pinned.copy_(weight.t(), non_blocking=True)) == MiB // 2
+        assert taken(lambda: pinned.t().copy_(weight)) == 0  # the host's side is made on the host
+        assert taken(weight.cpu) == taken(weight.t().cpu) == 0  # which has the same strides there
+        assert taken(weight[:, :100].cpu) == 512 * 100 * 4
+        assert taken(lambda: weight.to("cpu", torch.float64)) == 0  # the host casts what it waits for
+        assert taken(lambda: weight.to("cpu", torch.float64, non_blocking=True)) == MiB
+
+
+def test_autograd_saves_a_transposed_weight_row_by_row() -> None:
+    """A linear layer saves the transpose of its weight: 2 MiB are copied on the GPU before they are on the host."""
+    with memsize.virtual_gpu("a100"):
+        layer = torch.nn.Linear(512, 1024, bias=False, device="cuda")
+        x = torch.ones(1, 512, device="cuda", requires_grad=True)
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            layer(x)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            layer(x)  # whose result is made when the copy is gone
+        assert torch.cuda.max_memory_allocated() - before == 2 * MiB
 
 
 def test_the_host_holds_what_lives_there_at_one_time() -> None:

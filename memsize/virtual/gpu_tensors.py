@@ -206,13 +206,15 @@ def _make_fake(
 
 
 def _save_on_cpu(hooks: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
-    """PyTorch's own hooks copy into new pinned memory, which would be written here. Their copies are only brought back:
-    small ones too are stand-ins, without values to make and to look at.
+    """PyTorch's own hooks copy into new pinned memory, row by row, which would be written here. Copies are only brought
+    back: small ones too are stand-ins, without values to make and to look at.
     """
 
     def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
         is_copied = is_meta(tensor) and not is_own_meta(tensor) and tensor.layout is torch.strided
-        return tensor.device, tensor.to(torch.device("meta", HOST) if is_copied else "cpu", non_blocking=pin_memory)
+        layout = torch.contiguous_format if pin_memory and is_copied else torch.preserve_format
+        where = torch.device("meta", HOST) if is_copied else "cpu"
+        return tensor.device, tensor.to(where, non_blocking=pin_memory, memory_format=layout)
 
     super(torch.autograd.graph.save_on_cpu, hooks).__init__(
         pack, lambda packed: packed[1].to(packed[0], non_blocking=pin_memory)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from memsize.kernels.registry import Temporary
 from memsize.processes.patches import LatePatches, wrapping
 from memsize.records.trace import HostUse
 from memsize.torch_internals.pytree import tensors_in
@@ -26,6 +27,26 @@ from memsize.virtual.device_assignment import devices
 def pinned_block(size: int) -> int:
     """Bytes of the block of pinned memory in which PyTorch puts a tensor of `size` bytes, at least one."""
     return 1 << (size - 1).bit_length()
+
+
+def staged_for_host(
+    source: Tensor, strides: Sequence[int] | None, dtype: torch.dtype, non_blocking: bool
+) -> Iterator[Temporary]:
+    """Memory on the GPU that a copy of `source` to the host takes: its elements in a row, where the copy has other
+    `strides` (None: the source's own, if it is dense), and in another `dtype` where the host does not wait.
+
+    Source: aten/src/ATen/native/cuda/Copy.cu, `copy_requires_temporaries` and `copy_kernel_cuda`.
+    """
+    lies_alike = torch.ops.aten.is_non_overlapping_and_dense(source) and (
+        strides is None
+        or all(a == b for size, a, b in zip(source.shape, source.stride(), strides, strict=True) if size > 1)
+    )
+    if not source.numel() or (source.dtype == dtype and lies_alike):
+        return
+    if non_blocking and source.dtype != dtype:
+        yield Temporary(tuple(source.shape), dtype)
+    if not source.is_contiguous():
+        yield Temporary(tuple(source.shape), dtype if non_blocking else source.dtype)
 
 
 class HostMemory:

@@ -376,7 +376,7 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
 def _checkpoints_nothing(run: ProgramRun) -> Iterator[Finding]:
     if run.unused_checkpointing:
         text = "Activation checkpointing is on ({name}), but no backward recomputed a module: its blocks are in "
-        text += "evaluation mode, or the condition matches none of them."
+        text += "evaluation mode, the condition matches none of them, or another library replaced their forward."
         yield Finding("run-checkpoints-nothing", text, {"name": run.unused_checkpointing})
 
 

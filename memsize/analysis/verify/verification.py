@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memsize.analysis.model_setups import workspaces_of
-from memsize.analysis.runner import Runner
+from memsize.analysis.runner import Edit, Runner
 from memsize.analysis.verify.alignment import align
 from memsize.analysis.verify.cuda_memory import CudaMemory
 from memsize.analysis.verify.measure import SEED, MeasurementPlan, materialized_setup, measure
@@ -127,7 +127,7 @@ _NOT_COMPARED = ("model", "seed", "benchmark")
 class Experiment:
     """A run that is both predicted and measured: training steps, or one inference without `training`.
 
-    `mode` is the model's training flag.
+    `mode` is the model's training flag; `edits` change the model that is predicted.
     """
 
     name: str
@@ -136,6 +136,7 @@ class Experiment:
     mode: bool
     scenario: Scenario
     training: Training | None
+    edits: tuple[Edit, ...] = ()
 
     def workload(self, benchmark: bool = False) -> MeasuredWorkload:
         """The experiment as files of measurements record it."""
@@ -164,7 +165,7 @@ class Experiment:
             taken = workspaces(stack, plans or Plans(stack.capability, installed))
             gpu = GpuSetup(stack.capability, taken, cudnn=stack.cudnn or CUDNN)
             on_gpu = partial(replace, gpu=gpu)
-            return runner.run(step_workload(self.training), self.scenario, edits=(on_gpu,))
+            return runner.run(step_workload(self.training), self.scenario, edits=(on_gpu, *self.edits))
 
     def predict(
         self, stack: SoftwareStack, *, benchmark: bool = False, recorded: Sequence[ConvolutionWorkspace] = ()

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from memsize.kernels.convolution import FORWARD as CONVOLUTION
+from memsize.kernels.strides import contiguous
 from memsize.known_values.evaluation import as_stand_ins
 from memsize.model.tensor_storage import PLAIN_TYPES
 from memsize.processes.patches import assigned
@@ -44,6 +45,7 @@ from memsize.torch_internals.pytree import arguments_in
 from memsize.tracing.dispatch import DETACH, OpFacts, body_of, has_own_dispatch, replaced_by_fake
 from memsize.tracing.ledger import Workspaces
 from memsize.virtual.device_assignment import HOST, any_own_meta, claim, gpu_of, is_own_meta, on_gpu, taken_to_gpu
+from memsize.virtual.host_memory import staged_for_host
 from memsize.virtual.ledger.gpu_storages import GpuStorages, thread
 from memsize.virtual.ledger.stream_order import host_waits
 from memsize.virtual.nested_tensors import STRIDED, is_refused
@@ -53,6 +55,7 @@ _CPU: Final = torch.device("cpu")
 _NUMBERS: Final = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 """The dtypes of tensors that stand for numbers."""
 _TO_COPY: Final = torch.ops.aten._to_copy.default
+_COPY: Final = torch.ops.aten.copy_.default
 _SET_STORAGE: Final = torch.ops.aten.set_.source_Storage_storage_offset
 """As `torch.load` makes tensors."""
 _NEEDS_GPU: Final = (RuntimeError, ImportError, OSError, AssertionError)
@@ -206,6 +209,8 @@ class VirtualLedger(GpuStorages):
         device = kwargs.get("device")
         if not self._is_on_gpu(func, args, device):
             return self._run_off_gpu(func, args, kwargs, device)
+        if func in (_TO_COPY, _COPY) and all(tensor.layout is torch.strided for tensor in arguments_in(args)):
+            self._stage_for_host(func, args, kwargs)
         gpu = self.devices.index
         if device is not None and _names_gpu(device):
             gpu = self.devices.named(device.index)
@@ -239,6 +244,25 @@ class VirtualLedger(GpuStorages):
             finally:
                 thread.depth -= 1
                 self._observer()
+
+    def _stage_for_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Record what a copy to the host takes on the GPU, which is gone when it ends."""
+        source, strides, non_blocking = args[0], None, kwargs.get("non_blocking")
+        if func is _COPY:
+            target, source, *waits = args
+            on_host, dtype, non_blocking = self.devices.is_on_host(target), target.dtype, non_blocking or any(waits)
+            source, strides = source.expand(target.shape), target.stride()
+        else:
+            device, dtype = kwargs.get("device"), kwargs.get("dtype") or source.dtype
+            on_host = device is not None and (device.type == "cpu" or device == torch.device("meta", HOST))
+            if kwargs.get("memory_format") is torch.contiguous_format:
+                strides = contiguous(source.shape)
+        if on_host and is_meta(source) and self.index_of(source) >= 0:
+            with self._turn:
+                self.clock.tick()
+                name = self.op_facts[func].name
+                staged = staged_for_host(source, strides, dtype, bool(non_blocking))
+                self._end_all(self._open_temporaries(staged, name), name)
 
     def _is_on_gpu(self, func: Any, args: Any, device: torch.device | None) -> bool:
         if on_gpu(args) or (func is _SET_STORAGE and is_meta(args[0])):
