@@ -41,7 +41,7 @@ def test_a_block_that_others_may_use_is_not_reused_until_the_program_has_waited(
     # it is no longer allocated meanwhile (`free` counts it off, `free_block` returns it)
     assert late.timeline is not None
     assert late.timeline.allocated.tolist() == [10 * MiB, 0, 10 * MiB, 20 * MiB]
-    assert [segment.blocks[0][2] for segment in late.segments] == [None, 1, 2]
+    assert [segment.blocks[0][2] for segment in late.segments] == [2, 1, None]
 
 
 def test_a_small_block_waits_in_its_segment() -> None:
@@ -51,7 +51,7 @@ def test_a_small_block_waits_in_its_segment() -> None:
     assert replay(events).reserved.bytes == 2 * MiB
     late = replay(events, deferred={4: 6})
     assert late.reserved.bytes == 4 * MiB
-    assert [[owner for *_, owner in segment.blocks] for segment in late.segments] == [[None, 1, 2, 3], [4, None]]
+    assert [[owner for *_, owner in segment.blocks] for segment in late.segments] == [[4, None], [None, 1, 2, 3]]
 
 
 def test_a_waiting_block_does_not_merge_with_its_neighbours() -> None:

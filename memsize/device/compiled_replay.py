@@ -39,7 +39,7 @@ class CompiledReplay:
     reserved: int
     peaks: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
     idle: int
-    next_address: int
+    lowest_address: int
     live: Rows
     free: Rows
     segments: Rows
@@ -62,7 +62,7 @@ class CompiledReplay:
             for storage, request, start, size, pool in self.live
         )
         memory.reserved = self.reserved
-        memory.next_address = self.next_address
+        memory.lowest_address = self.lowest_address
 
 
 def compiled_replay(

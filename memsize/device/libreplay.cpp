@@ -12,7 +12,7 @@ namespace {
 
 using Number = std::int64_t;
 
-constexpr Number block_bytes = 512, gap = 4096, most_addresses = (Number{1} << 44) - 1;
+constexpr Number block_bytes = 512, gap = 4096, addresses = Number{1} << 44;
 constexpr Number small_blocks = 2048, small_segment = 4096, segment_step = 4096, large_request = 20480;
 
 struct Block {
@@ -40,8 +40,8 @@ struct Row {
 class Replay {
 public:
     // requested, allocated, reserved; the most of each and the event after which it was reached; what was idle when the
-    // most was reserved; the next address; and the first event that is left to do.
-    Number figures[12] = {0, 0, 0, 0, -1, 0, -1, 0, -1, 0, gap, 0};
+    // most was reserved; the lowest address; and the first event that is left to do.
+    Number figures[12] = {0, 0, 0, 0, -1, 0, -1, 0, -1, 0, addresses, 0};
     std::vector<Row> tables[3];  // live storages, free blocks, segments
 
     Replay(Number storages, int streams, Number limit, Number large_segment)
@@ -157,13 +157,13 @@ private:
     }
 
     Block *grow(int pool, Number size, Number event) {
-        Number &reserved = figures[2], &next = figures[10];
+        Number &reserved = figures[2], &lowest = figures[10];
         const Number segment = size <= small_blocks    ? small_segment
                                : size < large_request ? large_segment
                                                       : (size + segment_step - 1) / segment_step * segment_step;
-        const Number start = (next + gap - 1) / gap * gap;
-        if ((limit >= 0 && reserved + segment > limit) || start + segment + gap > most_addresses) return nullptr;
-        next = start + segment + gap;
+        if ((limit >= 0 && reserved + segment > limit) || segment + gap > lowest) return nullptr;
+        const Number start = (lowest - gap - segment) / gap * gap;
+        lowest = start;
         reserved += segment;
         tables[2].push_back({{event, pool, start, segment, 0}});
         Block *grown = cut(block({start, segment, nullptr, nullptr, pool, false}), size);

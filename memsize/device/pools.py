@@ -25,13 +25,13 @@ GAP: Final = 4096
 
 
 class Memory:
-    """The memory that CUDA can give: how much is handed out, how much there is, and which address comes next.
+    """The memory that CUDA can give: how much is handed out, how much there is, and which address was the last.
 
-    Addresses only grow and are never reused. The real ones depend on the driver; only their order within a pool
-    matters, and only between free blocks of one size.
+    Each segment lies below those before it, as Linux drivers place them (docs/method.md), and no address is reused.
+    Only their order within a pool matters, and only between free blocks of one size.
     """
 
-    __slots__ = ("capacity", "changes", "clock", "event", "next_address", "reserved")
+    __slots__ = ("capacity", "changes", "clock", "event", "lowest_address", "reserved")
 
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
@@ -42,7 +42,7 @@ class Memory:
         """How many requests came to the limited pools of all streams."""
         self.changes: list[tuple[int, int, int, int]] = []
         """The stretches mapped (size above 0) or given back (below 0): the event, the stream, the start, the size."""
-        self.next_address = GAP
+        self.lowest_address = ADDRESS + 1
 
     def copy(self, capacity: int | None) -> Memory:
         """The same memory, of which CUDA can give `capacity`."""
@@ -70,10 +70,10 @@ class Memory:
 
         Raises `InputError` beyond the last address: CUDA's own are shorter.
         """
-        address = -(-self.next_address // alignment) * alignment
-        self.next_address = address + size + GAP
-        if self.next_address > ADDRESS:
+        address = (self.lowest_address - GAP - size) // alignment * alignment
+        if address < 0:
             raise InputError("this needs more than 8 PiB of memory, more than a GPU can address: use a smaller batch")
+        self.lowest_address = address
         return address
 
 
