@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import tempfile
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tests.records import (
     is_run_file,
     read_data,
     read_run,
+    run_file,
     write_run,
 )
 
@@ -184,6 +186,31 @@ def test_a_newer_file_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_or_cannot_be_read(tmp_path: Path) -> None:
     assert refused(tmp_path / "x.memsize") == f"no such file: {tmp_path / 'x.memsize'}"
     assert "cannot read" in refused(tmp_path)
+
+
+def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_file, "_MOST_BYTES", 1000)
+    file = tmp_path / "x.memsize"
+    file.write_bytes(gzip.compress(b" " * 1001))
+    assert "is not a saved run" in refused(file)
+
+
+@pytest.mark.parametrize("begins", [b"", b'{"schema":"memsize.run/1","kind":"report","memsize":"0.1.0","answer":"'])
+def test_what_is_packed_a_thousand_times_is_read_no_further(begins: bytes, tmp_path: Path) -> None:
+    """16 MiB and 32 times its size are read, in some copies: 200 MiB would be 200,000 bytes of a file."""
+    file = tmp_path / "x.memsize"
+    with gzip.open(file, "wb") as packed:
+        packed.write(begins)
+        for _ in range(200):
+            packed.write(bytes(2**20))
+    assert file.stat().st_size < 2**18
+    tracemalloc.start()
+    try:
+        assert "is not a saved run" in refused(file)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * (16 + 32 / 4 + 1) * 2**20
 
 
 @settings(max_examples=60, deadline=None)

@@ -230,9 +230,34 @@ def test_a_failed_forward_is_saved_as_far_as_it_ran(capsys: pytest.CaptureFixtur
 # -- what was changed so that it cannot be shown -----------------------------------------------------------------------
 
 DAMAGES: dict[str, tuple[str, tuple[str | int, ...], object, str]] = {
-    "a storage of no number": ("step", ("trace", "events", 0, 0), "171", "expected int, found '171'"),
+    "a storage that is not there": (
+        "step",
+        ("trace", "events", 0, 0),
+        171,
+        "171 refers to none of the 171 storages",
+    ),
+    "a layer before the first": (
+        "step",
+        ("trace", "storages", 0, 2),
+        -2,
+        "-2 refers to none of the 6 layers",
+    ),
+    "a phase after the last": ("step", ("trace", "events", 0, 2), 19, "events: 19 refers to none of the 19 phases"),
+    "a root": ("step", ("trace", "layers", 1, "root"), 1, "layers: 1 refers to none of the 1 roots"),
+    "a negative size": ("step", ("trace", "storages", 0, 0), -1, "expected 0 or more, found -1"),
+    "a size beyond int64": ("step", ("trace", "events", 0, 1), 2**63, "expected an integer of 64 bits"),
+    "no finite number": ("sweep", ("sweep_rows", 0, "seconds"), float("nan"), "expected a finite number, found nan"),
+    "a sentence without its value": ("report", ("findings", 0, "values"), {}, "a sentence has no value for"),
+    "a value of a wide format": ("report", ("findings", 0, "template"), "{bytes:>99999999}", "no value for 'bytes'"),
+    "an attribute of a value": ("report", ("findings", 0, "template"), "{bytes.real}", "no value for 'bytes.real'"),
     "an unknown category": ("explanation", ("alive", 0, 0), "cake", "found 'cake'"),
+    "a GPU that has no budget": ("fit", ("fit_rows", 0, "gpu"), "cake", "'cake' refers to none of the 1 budgets"),
+    "no target": ("sweep", ("sweep_rows", 0, "settings"), {"gpu": "T4"}, "the settings of a cell lack 'target'"),
     "no arguments": ("serving", ("asked",), {}, "expected the keys of ServingArguments"),
+    "no ranks": ("ranks", ("groups",), [], "expected one entry or more, found none"),
+    "ranks that no machine has": ("ranks", ("nodes",), 0, "cannot be spread evenly over 0 nodes"),
+    "a file that is not there": ("checkpoint", ("contents", "storages", 0, "file"), 1, "refers to none of the 1 files"),
+    "settings of no allocator": ("step", ("config", "roundup_divisions"), [1], "sizes that no allocator has"),
 }
 
 

@@ -7,8 +7,9 @@ will be shown. Every text that comes out of a file is made printable before it g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
+from memsize.records.codec import Index, Size
 from memsize.records.trace import TensorSpec
 
 Use = Literal["tensors", "padding", "metadata", "pickle", "headers", "other", "unclaimed"]
@@ -34,9 +35,14 @@ class FileRecord:
 
     name: str
     format: str
-    size: int
+    size: Size
     uses: tuple[int, ...]
-    tensors: int
+    tensors: Size
+
+    def validate(self) -> None:
+        """Raise ValueError unless it has bytes for each use."""
+        if len(self.uses) != len(USES):
+            raise ValueError(f"{len(self.uses)} uses of a file's bytes, not {len(USES)}")
 
     def bytes_for(self, use: Use) -> int:
         return self.uses[USES.index(use)]
@@ -51,11 +57,11 @@ class Storage:
     """
 
     name: str
-    file: int
+    file: Annotated[int, Index("files")]
     offset: int | None
-    bytes: int
-    file_bytes: int
-    unneeded: int = 0
+    bytes: Size
+    file_bytes: Size
+    unneeded: Size = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +77,10 @@ class Tensor:
     name: str
     keys: tuple[str, ...]
     spec: TensorSpec
-    elements: int
-    storage: int | None
-    bytes: int
-    unneeded: int = 0
+    elements: Size
+    storage: Annotated[int, Index("storages")] | None
+    bytes: Size
+    unneeded: Size = 0
     shared_with: str | None = None
     wrapper: str | None = None
     trainable: bool | None = None
@@ -137,10 +143,10 @@ class Group:
 
     kind: PartKind
     name: str
-    tensors: int
-    elements: int
-    bytes: int
-    unneeded: int
+    tensors: Size
+    elements: Size
+    bytes: Size
+    unneeded: Size
     dtypes: tuple[str, ...]
     root: str = ""
 
@@ -160,7 +166,7 @@ class Difference:
     problem: Problem
     file: TensorSpec | None
     model: TensorSpec | None
-    bytes: int
+    bytes: Size
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,14 @@ class AllocatorConfig:
     large_segment_size: int = 20 * MiB
     memory_fraction: float = 1.0
 
+    def validate(self) -> None:
+        """Raise ValueError where `parse` makes no such settings."""
+        sizes = (self.large_segment_size, self.max_split_size, self.max_non_split_rounding, *self.roundup_divisions)
+        if len(self.roundup_divisions) != INTERVALS or not self.large_segment_size or min(filter(None, sizes)) < 0:
+            raise ValueError("sizes that no allocator has")
+        if not (0 <= self.garbage_collection_threshold <= 1 and 0 <= self.memory_fraction <= 1):
+            raise ValueError("parts of a GPU's memory that are not from 0 to 1")
+
     @classmethod
     def parse(cls, text: str, release: Release | None = None) -> AllocatorConfig:
         """The settings that `text` names; raises `InputError` where PyTorch would refuse them.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Answer
+from memsize.records.codec import Size
 from memsize.records.explanation import FailedRequest
 from memsize.records.fields import Fields, FlatTable, field, share_of, shown
 from memsize.records.finding import Finding
@@ -15,8 +16,8 @@ from memsize.records.finding import Finding
 class Process(NamedTuple):
     """A process on the GPU, with the bytes that it uses."""
 
-    number: int
-    bytes: int
+    number: Size
+    bytes: Size
 
 
 class MemoryUse(NamedTuple):
@@ -56,10 +57,10 @@ class OutOfMemoryReport(Answer):
     source: str
     device: int
     failed: FailedRequest
-    total: int
-    tensors: int
-    pieces: int
-    pools: int = 0
+    total: Size
+    tensors: Size
+    pieces: Size
+    pools: Size = 0
     process: int | None = None
     others: tuple[Process, ...] = ()
     allowed: int | None = None

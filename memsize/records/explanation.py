@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
+from memsize.records.codec import Size
 from memsize.records.fields import Fields, FlatTable, field, share_of, shown
 from memsize.records.finding import Finding
 from memsize.records.roles import Role, noun
@@ -34,8 +35,8 @@ class Alive(NamedTuple):
     """The live bytes of one category, a role or a key of `UNKNOWN`. `predicted` is the figure to compare with."""
 
     category: Category
-    bytes: int
-    blocks: int
+    bytes: Size
+    blocks: Size
     how: How
     predicted: int | None = None
 
@@ -46,9 +47,9 @@ class Place(NamedTuple):
     `before` are the bytes of the same in another snapshot, `region` is the compiled code that ran (``"0/0"``).
     """
 
-    bytes: int
-    blocks: int
-    largest: int
+    bytes: Size
+    blocks: Size
+    largest: Size
     category: Category
     line: str | None
     function: str
@@ -70,12 +71,12 @@ class Reserved(NamedTuple):
     parts of segments in use, `cached` segments without a block in use; `largest` is the largest free block of either.
     """
 
-    requested: int
-    rounding: int
-    waiting: int
-    pieces: int
-    cached: int
-    largest: int
+    requested: Size
+    rounding: Size
+    waiting: Size
+    pieces: Size
+    cached: Size
+    largest: Size
 
     @property
     def bytes(self) -> int:
@@ -116,12 +117,12 @@ class BlockLife(NamedTuple):
     `stack` indexes `BlockHistory.stacks`. Blocks that are older than the history come first.
     """
 
-    bytes: int
-    address: int
-    born: int
+    bytes: Size
+    address: Size
+    born: Size
     died: int | None
     category: Category
-    stack: int
+    stack: Size
 
 
 class MakingStack(NamedTuple):
@@ -135,7 +136,7 @@ class MakingStack(NamedTuple):
 class BlockHistory(NamedTuple):
     """The blocks of a recorded history: each event makes one or gives one up. Event `moment` is explained."""
 
-    moment: int
+    moment: Size
     blocks: tuple[BlockLife, ...]
     segments: tuple[Segment, ...]
     phases: tuple[Phase, ...]
@@ -152,7 +153,7 @@ class BlockHistory(NamedTuple):
 class FailedRequest(NamedTuple):
     """A request for `bytes` that raised OutOfMemoryError with `free` bytes left, the last of `times`; and its line."""
 
-    bytes: int
+    bytes: Size
     free: int
     line: str | None
     function: str
@@ -168,9 +169,9 @@ class Predicted(NamedTuple):
 
     model: str
     scenario: str
-    requested: int
-    reserved: int
-    levels: tuple[int, ...] = ()
+    requested: Size
+    reserved: Size
+    levels: tuple[Size, ...] = ()
 
     @property
     def is_snapshot(self) -> bool:
@@ -238,7 +239,7 @@ class Explanation(Answer):
     snapshot: str
     device: int
     moment: Moment
-    requested: int
+    requested: Size
     reserved_then: int
     line: str | None
     alive: tuple[Alive, ...]

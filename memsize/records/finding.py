@@ -42,12 +42,24 @@ class Finding:
     brief: str = field(default="", kw_only=True)
     moment: Moment | None = field(default=None, kw_only=True)
 
+    def validate(self) -> None:
+        """Raise ValueError where a sentence names values that the finding lacks, or formats them as none does."""
+        for template in (self.template, self.brief):
+            for _, name, spec, conversion in Formatter().parse(template):
+                if name is not None and (name not in self.values or spec not in _SPECS or conversion):
+                    raise ValueError(f"a sentence has no value for {name!r:.60} in {template!r:.60}")
+            _Sentence(AUTO).vformat(template, (), self.values)
+
     def text(self, unit: str = AUTO) -> str:
         return _Sentence(unit).vformat(self.template, (), self.values)
 
     def in_brief(self, unit: str = AUTO) -> str:
         """The shortest form of the finding."""
         return _Sentence(unit).vformat(self.brief or self.template, (), self.values)
+
+
+_SPECS: Final = ("", ",", ".0%")
+"""How a sentence may format a value; a file could ask for any width."""
 
 
 _ENDS: Final = "{low} to {high}"

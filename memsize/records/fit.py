@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field as attribute
-from typing import ClassVar, Final, Literal, NamedTuple
+from typing import Annotated, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer, TableFrame
+from memsize.records.codec import Name
 from memsize.records.fields import (
     SCENARIO,
     Fields,
@@ -51,7 +52,7 @@ class FitRow:
 
     scenario: str
     title: str
-    gpu: str
+    gpu: Annotated[str, Name("budgets")]
     budget: int
     status: Status
     reason: str | None = None
@@ -226,6 +227,11 @@ class Fit(Answer):
     """The parts of the answer that are missing because of Ctrl-C; empty where it is complete."""
     peak: GpuEstimate | None = None
     """The peak of the first answer; None where none fits without the allocator giving back what it cached."""
+
+    def validate(self) -> None:
+        """Raise ValueError unless a generation has its numbers of tokens."""
+        if self.generation and not all(isinstance(self.generation.get(name), int) for name in ("prompt", "new")):
+            raise ValueError("its generation has no numbers of tokens")
 
     @property
     def stack(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
+from memsize.records.codec import Size
 from memsize.records.fields import Fields, Label, field
 from memsize.records.roles import Role
 from memsize.records.trace import PRIVATE_POOL
@@ -27,7 +28,7 @@ class Card:
 
     name: str
     capability: tuple[int, int]
-    bytes: int
+    bytes: Size
     source: str
     aliases: tuple[str, ...] = ()
     platform: Platform = "CUDA"
@@ -72,7 +73,7 @@ class Interval(NamedTuple):
 class LiveStorage(NamedTuple):
     """One storage at the peak: the layer, the phase and, in a forward, the line that it was made in."""
 
-    bytes: int
+    bytes: Size
     role: Role
     layer: str | None
     op: str
@@ -108,8 +109,8 @@ class StreamShare(NamedTuple):
     stream: int
     collectives: tuple[CollectiveKind, ...]
     role: Role
-    requested: int
-    reserved: int
+    requested: Size
+    reserved: Size
 
     @property
     def name(self) -> str:
@@ -147,8 +148,8 @@ class RecordStreamCost(NamedTuple):
     memory may run out then: PyTorch waits for other streams before it gives up, but afterwards only asks CUDA.
     """
 
-    tensors: int
-    reserved: int
+    tensors: Size
+    reserved: Size
     runs_out: bool = False
 
 
@@ -167,8 +168,8 @@ class Shortage:
     tried: int
     total: int
     free: int
-    allocated: int
-    reserved: int
+    allocated: Size
+    reserved: Size
     phase: str
     step: int
     layer: str
@@ -189,12 +190,12 @@ class PhasePeak(NamedTuple):
 
     phase: str
     parts: tuple[str, ...]
-    requested: int
-    allocated: int
-    reserved: int
-    weights: int
-    other_weights: int
-    activations: int
+    requested: Size
+    allocated: Size
+    reserved: Size
+    weights: Size
+    other_weights: Size
+    activations: Size
     layer: str
 
 
@@ -218,9 +219,9 @@ class GpuEstimate:
     None where that makes no difference. `phases` are those of a pipeline's generation, empty for other runs.
     """
 
-    requested: int
-    allocated: int
-    reserved: int
+    requested: Size
+    allocated: Size
+    reserved: Size
     device: Interval
     fragmentation: float
     peak_phase: str

@@ -8,6 +8,7 @@ from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.aggregates import alive, live_bytes
 from memsize.records.answer import Answer
+from memsize.records.codec import Size
 from memsize.records.fields import (
     Fields,
     FlatTable,
@@ -25,7 +26,7 @@ from memsize.records.trace import HostRow, TensorSpec, Trace
 class LiveTensor(NamedTuple):
     """A storage that is alive at the peak, and the line of the program (``"train.py:41"``) that made it."""
 
-    bytes: int
+    bytes: Size
     role: Role
     dtype: str
     shape: tuple[int, ...]
@@ -51,9 +52,9 @@ TENSOR_FIELDS: Final = Fields[LiveTensor](
 class Refused(NamedTuple):
     """A request for `bytes` that the card could not serve, with `free` bytes left: PyTorch raises OutOfMemoryError."""
 
-    bytes: int
+    bytes: Size
     free: int
-    reserved: int
+    reserved: Size
     op: str
     layer: str | None
     phase: str
@@ -71,7 +72,7 @@ class FittingBatch(NamedTuple):
     """A value of the script's `argument` for its batch that fits; `largest` if the next one does not."""
 
     argument: str
-    size: int
+    size: Size
     largest: bool
 
 
@@ -82,7 +83,7 @@ class WholeSteps(NamedTuple):
     """
 
     steps: int
-    needs: int
+    needs: Size
     batch: FittingBatch | None = None
 
 
@@ -102,16 +103,16 @@ class AfterSteps(NamedTuple):
     of them made at `graph_line`. `failure` and `failed_at` say what ended it early.
     """
 
-    training: int
-    evaluation: int | None = None
-    checkpoint: int | None = None
-    batches: int = 0
+    training: Size
+    evaluation: Size | None = None
+    checkpoint: Size | None = None
+    batches: Size = 0
     of: int | None = None
-    per_batch: int = 0
+    per_batch: Size = 0
     line: str | None = None
     failure: str | None = None
     failed_at: str | None = None
-    graph: int = 0
+    graph: Size = 0
     graph_line: str | None = None
 
     @property
@@ -130,14 +131,14 @@ class Holder(NamedTuple):
 
     name: str
     line: str | None
-    tensors: int
+    tensors: Size
     graphs: bool
 
 
 class Growth(NamedTuple):
     """Memory that every step leaves behind: `bytes` in the last one, most of it made at `line` and kept by `holder`."""
 
-    bytes: int
+    bytes: Size
     line: str | None
     holder: Holder | None
 
@@ -148,7 +149,7 @@ class LoadedCheckpoint(NamedTuple):
     `name` is the variable that keeps it, where one was found.
     """
 
-    bytes: int
+    bytes: Size
     name: str | None
 
 
@@ -159,7 +160,7 @@ class KeptGradients(NamedTuple):
     late, after the forward, or there is none. Of several lines, it is that of most bytes.
     """
 
-    bytes: int
+    bytes: Size
     reason: Literal["kept", "late", "none"]
     line: str | None
 

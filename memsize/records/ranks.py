@@ -6,19 +6,21 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import itemgetter
-from typing import ClassVar, Final, NamedTuple
+from typing import Annotated, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Answer
+from memsize.records.codec import NotEmpty
 from memsize.records.fields import Fields, FlatTable, Label, field, role_fields
 from memsize.records.finding import Finding, moment_in_words
 from memsize.records.program import ProgramRun
+from memsize.records.world import World
 
 
 @dataclass(frozen=True)
 class RankGroup:
     """Ranks with the same memory: `ran` were run, `run` is the run of the first; `between` are ranks between those."""
 
-    ran: tuple[int, ...]
+    ran: Annotated[tuple[int, ...], NotEmpty()]
     run: ProgramRun
     between: tuple[int, ...] = ()
 
@@ -71,8 +73,12 @@ class RankRuns(Answer):
 
     size: int
     nodes: int
-    groups: tuple[RankGroup, ...]
+    groups: Annotated[tuple[RankGroup, ...], NotEmpty()]
     findings: tuple[Finding, ...] = ()
+
+    def validate(self) -> None:
+        """Raise `InputError` unless so many ranks can be spread evenly over so many machines."""
+        World(self.size, 0, self.nodes)
 
     @property
     def worst(self) -> RankGroup:

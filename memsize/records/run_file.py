@@ -27,6 +27,14 @@ SCHEMA: Final = "memsize.run"
 NEWEST: Final = 1
 """The version of the schema that is written; older ones are read."""
 _HEAD: Final = f'{{"schema":"{SCHEMA}/'.encode()
+_MOST_BYTES: Final = 1 << 30
+"""Unpacked bytes beyond which a file is no saved run: that of a 70 B Llama in seven scenarios has 100 MB."""
+_UNPACKED: Final = 16 << 20
+_BEST_PACKING: Final = 32
+"""A file may unpack to `_UNPACKED` and to `_BEST_PACKING` times its size. Runs have 14 times theirs, what has more was
+made to fill the memory."""
+_PACKING: Final = 20
+"""JSON values for each byte of the packed file that are read; a run has two, and what has many was made to."""
 
 
 def is_run_file(path: str | os.PathLike[str]) -> bool:
@@ -89,7 +97,9 @@ def read_data(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a saved run as JSON data, its header checked."""
     try:
         with files.opened(path) as packed, gzip.open(packed) as file:
-            data: Any = json.load(file)
+            size = os.fstat(packed.fileno()).st_size
+            most, most_bytes = files.MOST_VALUES + _PACKING * size, min(_MOST_BYTES, _UNPACKED + _BEST_PACKING * size)
+            content = file.read(most_bytes + 1)
     except FileNotFoundError:
         raise InputError(f"no such file: {path}") from None
     except gzip.BadGzipFile:
@@ -98,7 +108,9 @@ def read_data(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise InputError(f"{path} is damaged: it ends too early, or its bytes have changed") from None
     except OSError as error:
         raise InputError(f"cannot read {shortened(str(path), 200)}: {error.strerror}") from None
-    except (ValueError, RecursionError):
+    try:
+        data: Any = files.parse_json(content, most) if len(content) <= most_bytes else None
+    except ValueError:
         data = None
     match data:
         case {"schema": str(schema), "kind": str(), "memsize": str(version)}:

@@ -64,6 +64,11 @@ class SweepRow:
     seconds: float = 0.0
     gpus: int = 1
 
+    def validate(self) -> None:
+        """Raise ValueError unless the settings name a target and a GPU."""
+        if missing := {"target", "gpu"} - self.settings.keys():
+            raise ValueError(f"the settings of a cell lack {min(missing)!r}")
+
     @property
     def left(self) -> int | None:
         """The smallest number of bytes of the GPU that are free at the peak; below 0 where they do not suffice."""

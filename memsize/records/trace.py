@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
+from memsize.records.codec import Index, Size
 from memsize.records.roles import Role
 from memsize.records.world import ALONE, Collective, World
 
@@ -44,7 +45,7 @@ class InputTensor:
 
     name: str
     spec: TensorSpec
-    bytes: int
+    bytes: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Output:
 
     spec: TensorSpec
     memory: Memory
-    bytes: int
+    bytes: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +72,16 @@ class Layer:
     type: str
     depth: int
     leaf: bool
-    calls: int
+    calls: Size
     outputs: tuple[Output, ...]
-    parameters: int
-    trainable: int
-    parameter_bytes: int
-    buffer_bytes: int
-    output_bytes: int
-    saved_bytes: int
-    cast_bytes: int
-    root: int = 0
+    parameters: Size
+    trainable: Size
+    parameter_bytes: Size
+    buffer_bytes: Size
+    output_bytes: Size
+    saved_bytes: Size
+    cast_bytes: Size
+    root: Annotated[int, Index("roots")] = 0
     """Which of `Trace.roots` it belongs to. Where there are several, `path` begins with the root's name."""
     aliases: tuple[str, ...] = ()
     """The paths of the same module elsewhere in the model."""
@@ -96,7 +97,7 @@ class StoredPart:
 
     name: str
     spec: TensorSpec
-    bytes: int
+    bytes: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,9 @@ class StoredTensor:
     kind: Kind
     layer: str
     spec: TensorSpec
-    elements: int
-    bytes: int
-    reported_bytes: int
+    elements: Size
+    bytes: Size
+    reported_bytes: Size
     trainable: bool
     tied_to: str | None = None
     wrapper: str | None = None
@@ -143,6 +144,10 @@ class StoredTensor:
         )
 
 
+OptionalLayer = Annotated[int, Index("layers", optional=True)]
+OptionalLine = Annotated[int, Index("lines", optional=True)]
+
+
 PRIVATE_POOL: Final = 1 << 16
 """From here on, streams stand for pools of CUDA graphs, whose memory is reused within a pool only. The first is that of
 compiled code.
@@ -158,16 +163,16 @@ class Storage(NamedTuple):
     which cuDNN, asked without a GPU, may name another plan than it runs: the less sure, the higher.
     """
 
-    bytes: int
+    bytes: Size
     role: Role
-    layer: int
+    layer: OptionalLayer
     op: str
     dtype: str
     shape: tuple[int, ...]
-    saved_by: int
+    saved_by: OptionalLayer
     stream: int = 0
-    line: int = -1
-    saved_at: int = -1
+    line: OptionalLine = -1
+    saved_at: OptionalLine = -1
     doubt: int = 0
 
 
@@ -178,10 +183,10 @@ class Event(NamedTuple):
     `phase` indexes `Trace.phases`, `layer` indexes `Trace.layers` (-1: outside every module).
     """
 
-    storage: int
+    storage: Annotated[int, Index("storages")]
     delta: int
-    phase: int
-    layer: int
+    phase: Annotated[int, Index("phases")]
+    layer: OptionalLayer
     op: str
 
 
@@ -192,8 +197,8 @@ class DeferredFree(NamedTuple):
     depends on how far the GPU is whether the caching allocator can reuse the block.
     """
 
-    event: int
-    until: int
+    event: Annotated[int, Index("events")]
+    until: Annotated[int, Index("events", optional=True, end=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +206,8 @@ class ToolReport:
     """A summary tool's figures for the same model: its count of parameters, and the bytes that it derives from them."""
 
     tool: str
-    parameters: int
-    parameter_bytes: int
+    parameters: Size
+    parameter_bytes: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +293,7 @@ class Trace:
     """The lines outside of PyTorch that storages come from, the innermost of each (``"model.py:12"``); in a program the
     innermost of its own, with that of a package that it led to (``"train.py:12 > trainer.py:80"``).
     """
-    emptied: tuple[int, ...] = ()
+    emptied: tuple[Annotated[int, Index("events", end=True)], ...] = ()
     """The events before which all that the allocator cached was given back: the program emptied its cache, or a request
     failed.
     """

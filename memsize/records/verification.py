@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer, TableFrame
+from memsize.records.codec import NotEmpty
 from memsize.records.fields import (
     Cell,
     Change,
@@ -138,7 +139,7 @@ class Verification(Answer):
 
     kind: ClassVar = "verification"
 
-    runs: tuple[VerifiedRun, ...]
+    runs: Annotated[tuple[VerifiedRun, ...], NotEmpty()]
     notes: tuple[str, ...] = ()
     command: str = ""
     version: str = ""

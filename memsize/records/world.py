@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 from memsize.errors import InputError
+from memsize.records.codec import Index, Size
 
 MOST_RANKS: Final = 2**20
 
@@ -76,11 +77,11 @@ class Collective(NamedTuple):
     """
 
     kind: CollectiveKind
-    bytes: int
+    bytes: Size
     ranks: int
-    phase: int
-    layer: int
-    event: int
+    phase: Annotated[int, Index("phases")]
+    layer: Annotated[int, Index("layers", optional=True)]
+    event: Annotated[int, Index("events", end=True)]
     group: int = -1
     stream: int = 0
 
