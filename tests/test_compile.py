@@ -203,6 +203,28 @@ def test_nothing_is_left_that_eager_code_would_not_leave(scenario: str) -> None:
     assert left[0] == left[1]
 
 
+class Experts(nn.Module):
+    """Dynamo skips it: its graph breaks in a loop, at an operation whose result depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(x[:, 0] == number)
+            out.index_add_(0, rows, expert(x[rows]))
+        return out
+
+
+def test_a_model_of_which_nothing_is_compiled_needs_what_it_needs_uncompiled() -> None:
+    """What Dynamo leaves of the first step holds frames, and so the result of that step."""
+    options: dict[str, Any] = {"input_size": (32,), "batch_size": 64, "optimizer": "sgd", "steps": 3}
+    eager, compiled = (memsize.trace(Experts(), scenario=s, **options).trace for s in ("fp32", "fp32+compile"))
+    assert [event.delta for event in compiled.events] == [event.delta for event in eager.events]
+
+
 def test_allocations_belong_to_layers_and_lines() -> None:
     compiled = traced(Attention, "fp32" + COMPILED)
     results = [s for s in compiled.storages if s.op == "_scaled_dot_product_efficient_attention"]

@@ -165,10 +165,8 @@ def _traced(original: Callable[..., Any], wrapper: Any, frame: Any, *args: Any) 
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # PyTorch's, about its own reading of attributes
-        result = original(wrapper, frame, *args)
-    if result.guarded_code is not None:
         part.leaves_cycles = True
-    return result
+        return original(wrapper, frame, *args)
 
 
 class _Transparent(TorchDispatchMode):
