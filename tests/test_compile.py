@@ -203,6 +203,32 @@ def test_nothing_is_left_that_eager_code_would_not_leave(scenario: str) -> None:
     assert left[0] == left[1]
 
 
+class Sums(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(-1)
+
+
+@pytest.mark.parametrize(("dtype", "word"), [("fp32", 8), ("bf16", 8)])
+def test_blocks_that_share_a_cumulative_sum_exchange_their_parts(dtype: str, word: int) -> None:
+    """In blocks of 256 of a million numbers, which are added up in float32: each has a word for its status and sum."""
+    options: dict[str, Any] = {"input_size": (2**20,), "batch_size": 1, "optimizer": None, "gpu": "a100"}
+    trace = memsize.trace(Sums(), scenario=dtype + COMPILED, **options).trace
+    assert [s.bytes for s in trace.storages if s.role == "temporary"] == [2**20 // 256 * word]
+    assert not [note for note in trace.notes if "lowered" in note]
+
+
+class Drawn(nn.Module):
+    """A detector's transform: it draws one of its sizes on the CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * (5,)[int(torch.empty(1).uniform_(0, 1).item())]).sin()
+
+
+def test_code_that_is_for_the_cpu_alone_runs_there() -> None:
+    trace = memsize.trace(Drawn(), input_size=(64,), batch_size=4, scenario="fp32+compile", optimizer=None).trace
+    assert [(s.role, s.bytes) for s in trace.storages] == [("input", 4 * 64 * 4), ("output", 4 * 64 * 4)]
+
+
 class Experts(nn.Module):
     """Dynamo skips it: its graph breaks in a loop, at an operation whose result depends on data."""
 

@@ -43,6 +43,7 @@ from memsize.kernels.semantics import current, switched_on
 from memsize.processes.patches import Patches, assigned, wrapping
 from memsize.records.aggregates import live_bytes
 from memsize.torch_internals.meta import suspended
+from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.named_devices import named_gpu
 from memsize.tracing.overrides import compilation
@@ -134,6 +135,8 @@ class Compiler:
     def _traced(self, compiling: Callable[..., Any], module: GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph with fakes on the CPU; where that fails, run it as it is written."""
         self._has_graphs = True
+        if _is_on_cpu(module):
+            return module.forward
         _fuse_attention(module)
         move, as_traced = Move(CPU), _copied(module)
         try:
@@ -221,6 +224,12 @@ def _raise_skipped(error: Exception) -> None:
     reason = getattr(error, "inner_exception", error)
     if isinstance(reason, (SkipFrame, torch.OutOfMemoryError)):
         raise reason from None
+
+
+def _is_on_cpu(module: GraphModule) -> bool:
+    """Whether a graph computes on the CPU alone, as one that draws a number, whose results other code may read."""
+    tensors = tensors_in([node.meta.get("example_value") for node in module.graph.nodes])
+    return {tensor.device.type for tensor in tensors} == {CPU.type}
 
 
 def _fuse_attention(module: GraphModule) -> None:

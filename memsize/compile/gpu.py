@@ -4,10 +4,11 @@ Inductor decides by the properties of the device how reductions are split and wh
 scheduler and wrapper run unchanged; only the bodies of kernels, which need Triton and take no memory, are not written.
 
 Source: torch/_inductor/codegen/common.py (`register_backend_for_device`), codegen/simd.py (`codegen_node_schedule`),
-codegen/triton.py (`TritonKernel.call_kernel`), codegen/wrapper.py, torch/_dynamo/device_interface.py. Of products that
-are padded: fx_passes/pad_mm.py (`can_pad`, `is_mm_compute_bound`, `should_pad`). Of switches: torch/_inductor/config.py
-and torch/_functorch/config.py of PyTorch 2.4 to 2.14. Of methods that need a driver: torch/csrc/autograd/
-python_variable_indexing.cpp (`THPVariable_getitem`), tools/autograd/templates/python_variable_methods.cpp.
+codegen/triton.py (`TritonKernel.call_kernel`), codegen/triton_split_scan.py, codegen/wrapper.py, torch/_dynamo/
+device_interface.py. Of products that are padded: fx_passes/pad_mm.py (`can_pad`, `is_mm_compute_bound`, `should_pad`).
+Of switches: torch/_inductor/config.py and torch/_functorch/config.py of PyTorch 2.4 to 2.14. Of methods that need a
+driver: torch/csrc/autograd/python_variable_indexing.cpp (`THPVariable_getitem`), tools/autograd/templates/
+python_variable_methods.cpp.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from torch._dynamo import device_interface
 from torch._functorch import config as functorch, partitioners
 from torch._inductor import config as inductor, ir, utils
 from torch._inductor.codecache import CacheBase
-from torch._inductor.codegen import common
+from torch._inductor.codegen import common, triton_split_scan
 from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
+from torch._inductor.codegen.triton_split_scan import TritonSplitScanKernel
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 from torch._inductor.fx_passes import pad_mm
 from torch._inductor.graph import GraphLowering
@@ -89,6 +91,23 @@ class PlannedKernel(TritonKernel):
                 wrapper.generate_workspace_deallocation(workspace)
 
 
+class PlannedSplitScan(TritonSplitScanKernel):
+    """A cumulative sum, say, whose rows several blocks share: it takes a word of each for its status and its result."""
+
+    codegen_kernel = PlannedKernel.codegen_kernel
+    call_kernel = PlannedKernel.call_kernel
+
+    def scan(self, dtypes: Any, combine_fn: Any, values: Any) -> Any:
+        size = utils.upcast_compute_type(dtypes[0]).itemsize
+        word = 4 if size <= 2 else 8 if size <= 4 else 24
+        blocks = utils.sympy_product(
+            utils.ceildiv(count, inductor.triton.min_split_scan_rblock) if prefix.startswith("r") else count
+            for prefix, count in self.numels.items()
+        )
+        self.args.workspace(nelem=word * blocks, zero_fill=True)
+        return values
+
+
 class PlannedScheduling(TritonScheduling):
     """The scheduling of Triton's kernels, none of which is defined or timed."""
 
@@ -140,7 +159,8 @@ class PlannedWrapper(PythonWrapperCodegen):
         return None
 
     def codegen_device_guard_exit(self) -> None:
-        return None
+        """End with a line: what precedes it is planned, also where that frees a kernel's scratch memory."""
+        self.writeline("pass")
 
     def generate_tma_descriptor(self, desc: Any) -> None:
         """Name nothing: a tensor is described to a launch, which is not written (`_LAUNCHES`)."""
@@ -202,6 +222,7 @@ def planning(
         wrapping(inductor_scheduler.SchedulerNode, "codegen", generating),
         wrapping(PatternMatcherPass, "apply", applied_where_likely),
         *((ir.UserDefinedTritonKernel, name, lambda *_: None) for name in _LAUNCHES),
+        (triton_split_scan, "TritonSplitScanKernel", PlannedSplitScan),
         (ComboKernel, "horizontal_partition", staticmethod(_one_by_one)),
         (partitioners, "functionalize_rng_ops", lambda _joint, forward, backward, *_: (forward, backward)),
         *shortcuts(),
