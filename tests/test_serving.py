@@ -221,6 +221,15 @@ KINDS: dict[str, tuple[dict[str, Any], list[tuple[str, int]], int, int]] = {
         2 * 16 * (32 + 8) * 2,
         32,
     ),
+    # the indexer's keys are in 8 bits, with a scale of 4 bytes
+    "sparse MLA": (
+        {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "n_routed_experts": 8}
+        | {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"num_key_value_heads": 4, "index_head_dim": 128, "index_n_heads": 2, "index_topk": 16} | MLA,
+        [("latent attention", 2)],
+        2 * 16 * ((32 + 8) * 2 + 128 + 4),
+        32,
+    ),
     "Mamba": (MAMBA, [("state", 2)], 2 * STATE_OF_MAMBA, 1),
     # 8 heads of 16, and 2 groups of 16 states of either kind, go through the convolution
     "Mamba-2": (
@@ -278,11 +287,28 @@ def test_kinds_of_layers(kind: str, config: Callable[..., str]) -> None:
     assert paged is not None
     assert [group[:2] for group in report.groups] == groups
     assert (paged.block_bytes, paged.request_blocks) == (size, request)
-    has_states = any(name == "state" for name, _ in groups)
-    assert any("plain PyTorch code" in each for each in report.assumptions) == has_states
-    if has_states:
+    if any(name == "state" for name, _ in groups):
         with pytest.raises(InputError, match=r"keeps states as in Mamba|has no num_|has no head_dim"):
             memsize.serve(config(**SMALL | entries), tensor_parallel_size=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("entries", "growth"),
+    [
+        (MAMBA, 0),  # its states are as wide as they like
+        # Two groups of 16 numbers more, of two kinds, in the first product and in two copies of the convolution's input
+        (MAMBA2 | {"architectures": ["Mamba2ForCausalLM"]}, 3 * 2 * 2 * 16 * 2),
+    ],
+)
+def test_a_step_leaves_out_the_scan_of_states(entries: dict[str, Any], growth: int, config: Callable[..., str]) -> None:
+    """As vLLM's profile run does, here of 4,096 tokens."""
+    options: dict[str, Any] = {"server": "vllm=0.19.0", "scenarios": "as-given", "max_num_batched_tokens": 4096}
+    options |= {"max_model_len": 100, "max_num_seqs": 4}
+    small, large = (
+        memsize.serve(config(**SMALL | entries | {"state_size": size, "vocab_size": 64}), **options).ran[0].profile
+        for size in (16, 32)
+    )
+    assert large - small == 4096 * growth
 
 
 def test_weights_of_one_product_are_one_tensor(config: Callable[..., str]) -> None:

@@ -213,6 +213,8 @@ def _fuse(body: nn.Module, run: ProfileRun, packed: Mapping[str, int], model_typ
             vars(module)["forward"] = partial(_experts, module, run, has_shared, workspace if stays else None)
         elif type(module).__name__.endswith("RMSNorm"):
             vars(module)["forward"] = partial(_norm, run)
+        elif all(hasattr(module, name) for name in ("conv1d", "out_proj")):
+            vars(module)["forward"] = partial(_stateful, module, run)
         elif path in packed and isinstance(module, nn.Linear):
             vars(module)["forward"] = partial(_product, module, run, packed[path])
         elif all(isinstance(getattr(module, name, None), nn.Linear) for name in _GATED):
@@ -336,6 +338,23 @@ def _scratch(run: ProfileRun, packed: int, states: torch.Tensor, width: int) -> 
     size = run.processors * _TILE if products == "tiles" else rows * width
     sums = states.new_empty(size, dtype=torch.float32)
     del copied, sums
+
+
+def _stateful(module: Any, run: ProfileRun, hidden_states: torch.Tensor, *_: Any, **_options: Any) -> torch.Tensor:
+    """A layer with a state as Mamba's, or a gated delta net. Without a cache vLLM leaves out its scan: it multiplies,
+    copies the convolution's input twice (`conv_ssm_forward` in layers/mamba/mamba_mixer2.py), or brings it into another
+    order (`fix_query_key_value_ordering` in layers/mamba/gdn/qwen_gdn_linear_attn.py), and has a tensor for results.
+    """
+    children = dict(module.named_children())
+    products = [child(hidden_states) for name, child in children.items() if name.startswith("in_proj")]
+    results = run.computed(hidden_states, module.out_proj.in_features)
+    copies = [run.computed(hidden_states, module.conv1d.in_channels) for _ in range(2 if "in_proj" in children else 1)]
+    if "in_proj" in children:
+        copies.clear()
+    normed = run.computed(results, module.out_proj.in_features) if "norm" in children else results
+    del results, products, copies
+    result: torch.Tensor = module.out_proj(normed)
+    return run.summed(result)
 
 
 def _norm(run: ProfileRun, states: torch.Tensor, *_: Any, **_options: Any) -> torch.Tensor:

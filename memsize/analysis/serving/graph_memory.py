@@ -37,7 +37,7 @@ _SPLITS: Final = 32
 
 
 def graph_memory(
-    config: Any, captured: GraphSizes, kind: GraphEstimate, pool: Interval, card: Card, tp: int = 1
+    config: Any, captured: GraphSizes, kind: GraphEstimate, pool: int, card: Card, tp: int = 1
 ) -> Interval:
     """Return the estimate for a model with the `config` of one GPU's part; `pool` are the segments of a step of the
     largest captured size. Each graph that is not measured counts 1 MiB or more: each full one (`_MIN_PER_GRAPH_BYTES`),
@@ -56,5 +56,5 @@ def graph_memory(
             of_layer = Interval(of_layer.low, _OF_OTHER_LAYER)
     least, most = (max(counted * MiB, layers * size) for size in of_layer)
     if generation == _HOPPER and kind == "extrapolated":
-        return Interval(max(pool.low, parts) + least, max(pool.high, parts) + most)
-    return Interval(pool.low + parts + least, 2 * (pool.high + parts) + most)
+        return Interval(max(pool, parts) + least, max(pool, parts) + most)
+    return Interval(pool + parts + least, 2 * (pool + parts) + most)

@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memsize.errors import InputError
 from memsize.records.gpu import Interval
@@ -32,6 +33,9 @@ _KINDS = (FULL, SLIDING, LATENT, STATE)
 _ENDLESS = 2**40
 _ALIGNED = 16
 """The tokens that a block with a state has are a multiple of this."""
+_SCALED = 128
+_OF_WINDOW = 0.8
+"""SGLang's `swa_full_tokens_ratio`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +150,16 @@ def block_layout(
     return BlockLayout(tuple(groups), page * together, tuple(tokens_of[group.kind] for group in groups))
 
 
-_OF_WINDOW = 0.8
-"""SGLang's `swa_full_tokens_ratio`."""
+def token_bytes(numbers: int, width: int, config: Any) -> int:
+    """Return the bytes of a token's `numbers` in a layer. Those of the indexer of sparse attention have eight bits, and
+    a scale for each 128 (`DeepseekV32IndexerCache`); in eight bits latent attention has scales too, and the part that
+    is turned in 16 (`fp8_ds_mla`).
+    """
+    index = getattr(config, "index_head_dim", None) or 0
+    if not index:
+        return numbers * width
+    beside = config.kv_lora_rank // _SCALED * 4 + config.qk_rope_head_dim if width == 1 else 0
+    return (numbers - index) * width + beside + index + index // _SCALED * 4
 
 
 def pooled(layers: Sequence[CachedLayer], name: str, rules: Rules, kind: ServedKind) -> list[CachedLayer]:

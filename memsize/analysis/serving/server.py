@@ -18,7 +18,14 @@ from memsize.analysis.remedies import Need
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.first_start import benchmark, flushed
 from memsize.analysis.serving.graph_memory import graph_memory
-from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, pooled, state_bytes
+from memsize.analysis.serving.kv_blocks import (
+    STATE,
+    BlockLayout,
+    block_layout,
+    pooled,
+    state_bytes,
+    token_bytes,
+)
 from memsize.analysis.serving.logged_memory import logged_memory
 from memsize.analysis.serving.server_remedies import (
     ServedModel,
@@ -158,7 +165,7 @@ class Server:
                 Served(tuple(rows), served, self.runner.gpu, budget, remedied, self._quantized)
             ),
             notes=tuple(dict.fromkeys(notes)),
-            assumptions=tuple(assumptions(rows[ran], layouts[0].groups, served, reads_images(self.runner.model))),
+            assumptions=tuple(assumptions(rows[ran], served, reads_images(self.runner.model))),
         )
 
     def _config(self) -> Any:
@@ -208,7 +215,7 @@ class Server:
             if now.states:
                 layers.append(CachedLayer(STATE, state_bytes(now, state_width)))
             if kind := now.kind.removeprefix(STATE).removeprefix(" and "):
-                layers.append(CachedLayer(kind, (now.bytes - before.bytes) // own * width))
+                layers.append(CachedLayer(kind, token_bytes((now.bytes - before.bytes) // own, width, config)))
         if not served.rules.encodes_first:  # V0 has a cache for each layer, also for those that read images
             crossed = getattr(config, "cross_attention_layers", None) or ()
             layers += [max(layers, key=lambda layer: layer.bytes)] * len(crossed)
@@ -320,9 +327,7 @@ class Server:
         trace = self._on(self._texts(captured.largest), 1, served).run(run, scenario)
         stored = {number for number, storage in enumerate(trace.storages) if storage.role in _WEIGHTS}
         segments = replay((event.storage, event.delta) for event in trace.events if event.storage not in stored)
-        size = segments.reserved.bytes
-        pool = Interval(0 if has_states(config) else size, size)  # kernels for states may need far less
-        return graph_memory(config, captured, kind, pool, self.runner.gpu, served.tp)
+        return graph_memory(config, captured, kind, segments.reserved.bytes, self.runner.gpu, served.tp)
 
     def _multiplies_fp4(self) -> bool:
         """Whether FlashInfer multiplies NVFP4 weights in four bits; Marlin does not (vLLM's compressed_tensors.py)."""

@@ -4,20 +4,19 @@ assumptions of a report on a server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
 from memsize.analysis.remedies import Ladder, Need, Remedy, RemedySearch, try_remedies
 from memsize.analysis.runner import Runner
-from memsize.analysis.serving.kv_blocks import STATE
 from memsize.device.cards import CARDS
 from memsize.errors import InputError
 from memsize.loading.hubs import checkpoint_config_of
 from memsize.precision.quantization_config import checkpoint_layout
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card
-from memsize.records.serving import LayerGroup, ServingRow
+from memsize.records.serving import ServingRow
 from memsize.spec.generation import ServerArguments, Serving
 from memsize.spec.scenario import Scenario, quantized_from
 from memsize.spec.server_rules import Rules
@@ -146,9 +145,7 @@ def _on_gpu(card: Card) -> Remedy[ServedModel]:
     return Remedy(card.name, f"a card of {format_bytes(card.bytes)}", "another card", "hardware", apply)
 
 
-def assumptions(
-    row: ServingRow, groups: Sequence[LayerGroup], served: ServerArguments, reads_images: bool
-) -> Iterator[str]:
+def assumptions(row: ServingRow, served: ServerArguments, reads_images: bool) -> Iterator[str]:
     """Yield the assumptions about `row`, the first of a report."""
     yield from served.assumed
     rules, captured = served.rules, served.graphs
@@ -170,11 +167,6 @@ def assumptions(
         "fused kernels of the server may need less between its layers"
     )
     yield "adapters and the models of speculative decoding need memory in addition"
-    if any(group.kind == STATE for group in groups):
-        yield (
-            "layers with a state run transformers' plain PyTorch code, which temporarily needs far more than a "
-            "server's kernels: the cache has at least these blocks"
-        )
     if reads_images:
         yield (
             "images have the size that the config names, and transformers' own encoder reads them: the server's may "
