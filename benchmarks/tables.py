@@ -1,9 +1,10 @@
 """What fine-tuning needs of the Hub's most used models, as a page with search and sliders: ``make tables``.
 
 `memsize sweep` runs every cell: 25 presets, trained whole, with LoRA and with QLoRA, eager and compiled, at six lengths
-on ten cards. That takes days, and what is done is kept. ``--eager`` leaves out the compiled cells and takes about an
-hour; ``--quick`` runs a few cells. The page draws what lies between the batches that were run by itself, and what a
-saved run of ``memsize fit`` needs, which never leaves the browser.
+on ten cards. That takes days on one machine; ``--backend dask --scheduler tcp://…`` spreads it over a cluster, and
+what is done is kept. ``--eager`` leaves out the compiled cells and takes about an hour; ``--quick`` runs a few cells.
+The page draws what lies between the batches that were run by itself, and what a saved run of ``memsize fit`` needs,
+which never leaves the browser.
 """
 
 from __future__ import annotations
@@ -98,8 +99,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--backend", default="loky")
+    parser.add_argument("--scheduler")
     options = parser.parse_args()
-    sweep = memsize.sweep(grid(options.quick, options.eager), results=RESULTS, progress=print)
+    sweep = memsize.sweep(
+        grid(options.quick, options.eager),
+        results=RESULTS,
+        backend=options.backend,
+        scheduler=options.scheduler,
+        progress=print,
+    )
     PAGE.write_text(page(page_data(sweep.sweep_rows, str(datetime.date.today()))), encoding="utf-8")
     print(f"Wrote {PAGE.relative_to(FOLDER.parent)}")
 

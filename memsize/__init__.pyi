@@ -349,6 +349,8 @@ def sweep(
     retry: bool = False,
     fresh: bool = False,
     jobs: int | None = None,
+    backend: Literal["loky", "dask"] = "loky",
+    scheduler: str | None = None,
     timeout: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Sweep: ...

@@ -327,7 +327,7 @@ def test_the_command_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
             "checkpoint a.pt --model a.py:A",
             "no such option '--model': did you mean --against? (memsize checkpoint --help)",
         ),
-        ("sweep --hel", "no such option '--hel': did you mean --help? (memsize sweep --help)"),
+        ("sweep --hel", "no such option '--hel': did you mean --help, --scheduler? (memsize sweep --help)"),
         (
             "generate diffusers:a/b --height 512",
             "no such option '--height': did you mean --arg height=1024? (memsize generate --help)",

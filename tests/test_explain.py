@@ -413,6 +413,27 @@ def test_the_history_is_a_picture_that_begins_when_memory_ran_out(tmp_path: Path
     assert chart.stacks[found.history.blocks[-1].stack] == ("train.py:9 main", "net.py:12 forward")
 
 
+def test_calls_for_speedscope(tmp_path: Path) -> None:
+    written(tmp_path / "s.pickle", trained(2))
+    out = tmp_path / "alive.speedscope.json"
+    assert run(["explain", str(tmp_path / "s.pickle"), "-o", str(out)]) == 0
+    data = json.loads(out.read_text())
+    names = [frame["name"] for frame in data["shared"]["frames"]]
+    [profile] = data["profiles"]
+    samples = [tuple(names[frame] for frame in sample) for sample in profile["samples"]]
+    weights = dict(zip(samples, profile["weights"], strict=True))
+    assert weights["train.py:9 main", "net.py:12 forward", "activations"] == 20 * MiB
+    assert sum(weights.values()) == profile["endValue"] == 44 * MiB  # test_a_step_at_its_peak
+    assert profile["unit"] == "bytes"
+
+
+def test_speedscope_needs_a_run(tmp_path: Path) -> None:
+    gpu = trained(1)
+    del gpu.entries[:]
+    with pytest.raises(memsize.errors.OutputError, match="records no run whose calls"):
+        render(memsize.explain(written(tmp_path / "s.pickle", gpu)), "speedscope")
+
+
 def test_blocks_older_than_the_history_come_first(tmp_path: Path) -> None:
     found = memsize.explain(written(tmp_path / "s.pickle", trained(1, recorded=False)))
     assert found.history is not None

@@ -130,6 +130,42 @@ def test_a_programs_run_is_drawn_over_time() -> None:
     assert run_data(figure)["live"] == [3 * MiB, 11 * MiB, 14 * MiB, 6 * MiB]
 
 
+def test_layers_are_areas_that_add_up() -> None:
+    report = records.toy_report()
+    stored, kept = report.plot_layers().data
+    data = json.loads(report.to_json())["layers"]
+    for drawn, name in ((stored, "parameter_bytes"), (kept, "saved_bytes")):
+        sizes = dict(zip(drawn.ids, drawn.values, strict=True))
+        own = {layer["path"] or "(model)": layer[name] for layer in data}
+        assert sizes["(model)"] == sum(own.values())
+        assert sizes["conv"] == sum(size for path, size in own.items() if path.startswith("conv"))
+        assert sizes["fc"] == own["fc"]
+    # 8,400 + 1,350,500 + 4,501,000 parameters of four bytes in `conv`; 36,895,604 bytes in all.
+    assert dict(zip(stored.ids, stored.values, strict=True))["conv"] == 23_439_600
+    assert stored.labels[list(stored.ids).index("(model)")] == "stored, 35.19 MiB"
+    assert dict(zip(stored.ids, stored.parents, strict=True)) == {
+        "(model)": "",
+        "conv": "(model)",
+        "conv.0": "conv",
+        "conv.1": "conv",
+        "conv.2": "conv",
+        "fc": "(model)",
+    }
+    assert {*stored.marker.colors} == {TITLES["parameter"].colour}
+    assert {*kept.marker.colors} == {TITLES["activation"].colour}
+
+
+def test_columns_of_the_layer_table_can_be_chosen() -> None:
+    (new,) = records.toy_report().plot_layers(["new", "buffers"]).data  # there are no buffers
+    assert sum(new.values[list(new.ids).index(path)] for path in ("conv", "fc")) == 4 * 6_317_201
+    with pytest.raises(OutputError, match="'type' is not of bytes"):
+        records.toy_report().plot_layers(["type"])
+    with pytest.raises(OutputError, match="no column 'savd': did you mean saved"):
+        records.toy_report().plot_layers(["savd"])
+    with pytest.raises(OutputError, match="no layer has any bytes"):
+        records.toy_report().plot_layers(["buffers"])
+
+
 def test_where_there_is_nothing_to_plot_one_line_says_so() -> None:
     for nothing in (
         LayoutReport(Audit("m", (), "fp32", True, Run(), Run())),
@@ -165,7 +201,7 @@ def test_bars_of_equal_names_stay_apart() -> None:
 
 def test_without_plotly_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
-    for plot in (records.toy_report().plot, program().plot):
+    for plot in (records.toy_report().plot, records.toy_report().plot_layers, program().plot):
         with pytest.raises(OutputError) as caught:
             plot()
         assert str(caught.value) == "a figure needs plotly: pip install 'memsize[plots]'"

@@ -67,6 +67,13 @@ def test_a_cell_is_answered_with_its_run_and_the_lines_of_its_cells(shell: Inter
     assert not torch.cuda.is_available()
 
 
+def test_a_line_is_a_command(shell: InteractiveShell) -> None:
+    with capture_output() as captured:
+        shell.user_ns["pattern"] = "4090"
+        shell.run_cell("%memsize gpus {pattern}")
+    assert captured.stdout.splitlines()[2].startswith("GeForce RTX 4090")
+
+
 def test_the_error_of_a_cell_is_its_own(shell: InteractiveShell) -> None:
     found = run(shell, "%%memsize\n\nraise KeyError('mine')")
     assert isinstance(found.error_in_exec, KeyError)
@@ -111,6 +118,6 @@ def test_a_block_gives_back_what_it_moved() -> None:
 
 
 def test_an_unclosed_quotation_is_one_line(shell: InteractiveShell) -> None:
-    for line in ('%%memsize --gpu "t4\n1',):
+    for line in ('%memsize report "net.py', '%%memsize --gpu "t4\n1'):
         error = run(shell, line).error_in_exec
         assert isinstance(error, UsageError) and str(error) == "No closing quotation"

@@ -149,7 +149,9 @@ def test_a_run_of_an_older_version_knows_nothing_of_them() -> None:
 # Columns to choose.
 
 
-def test_an_unknown_column() -> None:
+def test_torchinfos_names_of_columns_are_understood() -> None:
+    chosen = ("kernel_size", "input_size", "output_size", "num_params", "params_percent", "mult_adds", "trainable")
+    assert column_keys(chosen) == ("kernel", "input", "output", "parameters", "share", "mult_adds", "trainable")
     with pytest.raises(UnknownValueError, match="mult_ads"):
         column_keys(["mult_ads"])
 
@@ -169,7 +171,7 @@ def test_only_pages_hold_columns_that_nobody_asked_for(toy: Report) -> None:
 
 
 def test_chosen_columns_have_their_totals(toy: Report) -> None:
-    text = render(toy, "text", columns=["share", "mult_adds", "mult_adds_share"])
+    text = render(toy, "text", columns=["params_percent", "mult_adds", "mult_adds_share"])
     line = next(line for line in text.splitlines() if line.startswith("total"))
     assert line.split() == ["total", "100%", "20,032,500,400", "100%"]
 

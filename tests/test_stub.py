@@ -28,7 +28,7 @@ memsize.report(net, (8,), train="adamw", gpu=memsize.Gpu(name="t4"), mode="eval"
 memsize.report(net, "8", parallel=memsize.Parallel("fsdp", shards=8), train=memsize.Training("sgd"))
 memsize.fit(net, [(8,)], gpu=["t4", "a100"], budget="1GiB", found=lambda part: print(part.code)).fit_rows
 memsize.guard(net, torch.optim.SGD(net.parameters()), torch.zeros(1, 8), on_excess="raise").fits
-memsize.sweep({"target": "net.py:Net"}, jobs=2)
+memsize.sweep({"target": "net.py:Net"}, backend="dask")
 with memsize.virtual_gpu("t4", world=memsize.World(8, rank=3)) as gpu:
     print(gpu.run.failure)
 memsize.report(net, (8,), traning="adamw")  # wrong: call-arg

@@ -157,6 +157,8 @@ def test_a_mistake_is_told_in_one_line_that_names_the_key(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--scheduler", "tcp://x:1"], "a scheduler belongs to a cluster: choose the backend dask"),
+        (["--backend", "dask", "--timeout", "3"], "timeout: Dask runs cells in threads"),
         (["--results", "nets.py"], "nets.py:1 is not the result of a sweep: name another file with --results"),
         (["--results", "one.json", "--fresh"], "one.json is not the result of a sweep"),
         (["--results", "no/where.jsonl"], "cannot write no/where.jsonl: No such file or directory"),
@@ -565,12 +567,23 @@ def test_what_fits_is_told_card_by_card_by_their_number() -> None:
     )  # no more memory than 8 x T4
 
 
+def test_parquet(folder: Path) -> None:
+    pandas, sweep = pytest.importorskip("pandas"), made_by_hand()
+    pytest.importorskip("pyarrow")
+    sweep.to_parquet("s.parquet")
+    read = pandas.read_parquet("s.parquet")
+    assert read.shape == (8, len(sweep.rows.columns))
+    assert read["reserved"].tolist()[4:] == sweep.rows["reserved"].tolist()[4:]
+
+
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "x.toml").write_text('target = "nets.py:Net"\ninput = "64"\nbatch_size = [1, 2]')
     assert run(["sweep", "x.toml", "--jobs", "1", "-o", "x.csv", "--save", "x.memsize"]) == 0
     lines = (folder / "x.csv").read_text().splitlines()
     assert len(lines) == 3 and lines[0].startswith("target,input,train,scenario,batch_size,gpu,outcome,parameters")
     assert (folder / "x.jsonl").is_file()
+    assert run(["sweep", "x.toml", "--jobs", "1", "-o", "x.parquet"]) == 0
+    assert (folder / "x.parquet").read_bytes()[:4] == b"PAR1"
     capsys.readouterr()
     assert run(["sweep", "x.memsize", "-f", "json"]) == 0
     assert [row["batch_size"] for row in json.loads(capsys.readouterr().out)["cells"]] == [1, 2]

@@ -57,8 +57,12 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
     Raises `InputError` for a grid that cannot be meant, `TargetError` for a pattern that matches nothing, and
     `OutputError` where the results cannot be kept.
     """
+    if request.scheduler is not None and request.backend == "loky":
+        raise InputError("a scheduler belongs to a cluster: choose the backend dask")
     if (request.retry or request.fresh) and request.results is None:
         raise InputError("retry and fresh need a file of results: name it (results)")
+    if request.timeout is not None and request.backend == "dask":
+        raise InputError("timeout: Dask runs cells in threads, which cannot be interrupted")
     grid = grid_of(request.grid) if isinstance(request.grid, Mapping) else read_grid(Path(request.grid))
     report_progress = progress or (lambda _: None)
     with contextlib.chdir(grid.folder):
@@ -166,7 +170,7 @@ def _answers(folder: Path, rows: _Rows, request: SweepRequest) -> Iterator[tuple
     """The rows of the missing cells as they come. Unless the user chose a number of processes, one works alone at
     first, on the cells of one model: that may be all there is.
     """
-    if request.jobs is None:
+    if request.jobs is None and request.backend == "loky":
         yield from _outcomes(_tasks(folder, rows.missing, request, head_start=_HEAD_START)[:1], request)
     yield from _outcomes(_tasks(folder, rows.missing, request), request)
 
@@ -201,7 +205,7 @@ def _outcomes(tasks: list[_Task], request: SweepRequest) -> Iterator[tuple[_Task
     """The rows of each task as they come. Where a process died of one with several cells, each is run by itself."""
     while tasks:
         again: list[_Task] = []
-        for task, rows in spread(_run_cells, tasks, request.jobs):
+        for task, rows in spread(_run_cells, tasks, request.jobs, backend=request.backend, scheduler=request.scheduler):
             if not isinstance(rows, Died):
                 yield task, rows
             elif len(task.cells) > 1:

@@ -12,6 +12,8 @@ import click
 
 from memsize.cli.click_options import Count, is_given
 from memsize.cli.command import (
+    WITH_CALLS,
+    WITH_PARQUET,
     WITH_SNAPSHOT,
     answer,
     asking,
@@ -105,6 +107,7 @@ def _is_run(side: str) -> bool:
 
 @command(
     ExplainRequest,
+    formats=WITH_CALLS,
     epilog="""\b
     Examples:
       memsize explain train.log
@@ -254,10 +257,12 @@ def timeline(request: TimelineRequest, output: Destination) -> None:
 
 @command(
     SweepRequest,
+    formats=WITH_PARQUET,
     epilog="""\b
     Examples:
       memsize sweep sweep.toml
       memsize sweep sweep.toml -o sweep.csv
+      memsize sweep sweep.toml --backend dask --scheduler tcp://10.0.0.1:8786
 
     \b
     A sweep.toml:
@@ -276,14 +281,22 @@ def sweep(request: SweepRequest, output: Destination) -> None:
     file = Path(str(request.grid))
     if file.is_dir():
         raise InputError(f"{file} is a folder: name the TOML file of the sweep")
-    if file.suffix == ".jsonl" and not request.results:
-        raise OutputError(f"{file} holds results: name the TOML file of the sweep")
+    # What the user's models print goes to stderr: stdout holds the answer and nothing else.
+    with output.shown_if_interrupted(), working() as progress, interrupts_raised():
+        from memsize import api
+        from memsize.analysis.step import load_kind
 
-    def ask(api: Any, progress: Any) -> Any:
-        with interrupts_raised():
-            return api.sweep(replace(request, results=request.results or file.with_suffix(".jsonl")), progress=progress)
-
-    answer(output, "sweep", file, ask)
+        if is_saved(file):
+            table = load_kind(file, "sweep")
+        elif file.suffix == ".jsonl" and not request.results:
+            raise OutputError(f"{file} holds results: name the TOML file of the sweep")
+        else:
+            results = request.results or file.with_suffix(".jsonl")
+            table = api.sweep(replace(request, results=results), progress=progress)
+        progress("writing the answer")
+        output.keep(table)
+        content = table.parquet() if output.format == "parquet" else output.drawn(table)
+    output.write(content)
 
 
 @command(

@@ -32,8 +32,14 @@ from memsize.render import FORMATS, IMAGES
 from memsize.spec.options import options_of
 from memsize.units import AUTO
 
-WITH_SNAPSHOT = {**FORMATS, "snapshot": (".pickle", ".pkl")}
+WITH_CALLS = {"speedscope": (".speedscope.json",), **FORMATS}
+"""The formats of an answer that holds the calls behind what is alive. The longest suffix comes first."""
+
+WITH_SNAPSHOT = {**WITH_CALLS, "snapshot": (".pickle", ".pkl")}
 """The formats of an answer that holds a run's events: a snapshot is for PyTorch's memory viewer."""
+
+WITH_PARQUET = {**FORMATS, "parquet": (".parquet",)}
+"""The formats of a table that other programs read."""
 
 
 def command(

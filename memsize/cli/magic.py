@@ -1,4 +1,4 @@
-"""The magic of a notebook: ``%%memsize`` runs a cell on a GPU that isn't there."""
+"""Magics of a notebook: ``%%memsize`` runs a cell on a GPU that isn't there, ``%memsize`` a command."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from memsize.cli import run
 from memsize.cli.click_options import parameters, request_of
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
@@ -31,8 +32,14 @@ _COMMAND = click.Command(
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Make the magic known to IPython: ``%load_ext memsize`` calls this."""
+    """Make the magics known to IPython: ``%load_ext memsize`` calls this."""
     shell.register_magic_function(partial(_run_cell, shell), "cell", "memsize")
+    shell.register_magic_function(_run_line, "line", "memsize")
+
+
+def _run_line(line: str) -> None:
+    """Run a command as a terminal does: ``%memsize fit model.py:Net --gpu t4``."""
+    run(_words(line))
 
 
 def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
@@ -68,11 +75,22 @@ def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
     return gpu.run
 
 
-def _parsed(line: str) -> CellRequest:
+def _words(line: str) -> list[str]:
+    """The words of a magic's line; IPython shows an unclosed quotation as one line."""
     from IPython.core.error import UsageError
 
     try:
-        request: CellRequest = _COMMAND.main(shlex.split(line), prog_name="%%memsize", standalone_mode=False)
+        return shlex.split(line)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _parsed(line: str) -> CellRequest:
+    from IPython.core.error import UsageError
+
+    words = _words(line)
+    try:
+        request: CellRequest = _COMMAND.main(words, prog_name="%%memsize", standalone_mode=False)
         card(request.gpu.name or DEFAULT_GPU)
     except (click.ClickException, MemsizeError, ValueError) as error:
         text = error.format_message() if isinstance(error, click.ClickException) else str(error)

@@ -88,9 +88,9 @@ Color = Literal["auto", "always", "never"]
 Formats = Mapping[str, tuple[str, ...]]
 """What a command can write: each format with the suffixes of its files."""
 
-BINARY = ("snapshot", "png")
+BINARY = ("snapshot", "parquet", "png")
 """Formats that are no text."""
-_WORDLESS = ("csv", *IMAGES)
+_WORDLESS = ("csv", "parquet", *IMAGES)
 """Formats that have no place to say that an answer is not complete."""
 
 

@@ -1,8 +1,8 @@
-"""Independent work spread over processes by joblib.
+"""Independent work spread over processes by joblib: on this machine or on a Dask cluster.
 
-Each piece of work is a function of a module and plain arguments, which go to a process that imports what it needs. A
-process that dies (killed for its memory, a crash in C++) takes down what joblib had begun: what was not answered is
-then run piece by piece, which tells whose fault it was.
+Each piece of work is a function of a module and plain arguments, which go to a process that imports what it needs, and
+may be on another machine. A process that dies (killed for its memory, a crash in C++) takes down what joblib had begun:
+what was not answered is then run piece by piece, which tells whose fault it was.
 
 `workers` does something else: it forks this process, so that scenarios share the model that was built, and answers come
 within the second that joblib's processes take to import PyTorch.
@@ -17,16 +17,21 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Final, NamedTuple, TypeVar
 
-from memsize.errors import first_line
+from memsize.errors import InputError, first_line
+from memsize.spec.file_requests import Backend
+
+_PATIENCE: Final = 10
+"""Seconds in which a scheduler should answer."""
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
 class Died(NamedTuple):
-    """Stands for an answer where the process that worked on it ended."""
+    """Stands for an answer where the process that worked on it ended, or could not be reached any more."""
 
     reason: str
 
@@ -36,24 +41,25 @@ class _Raised(NamedTuple):
 
 
 def spread(
-    work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int | None = None
+    work: Callable[[Task], Result],
+    tasks: Iterable[Task],
+    jobs: int | None = None,
+    backend: Backend = "loky",
+    scheduler: str | None = None,
 ) -> Iterator[tuple[Task, Result | Died]]:
     """Each of `tasks` with what `work` makes of it, as they come; raises what `work` raises.
 
-    `jobs` processes work side by side (None: one per core), with 1 this one alone.
+    `jobs` processes work side by side (None: one per core of this machine, all of a cluster), with 1 this one alone.
+    `scheduler` is the cluster's address; None is one on this machine. Raises `InputError` where there is none.
     """
-    from joblib import parallel_config
-
     waiting = dict(enumerate(tasks))
-    # joblib replaces a process that has grown by 300 MB, and warns in the thread by which all answers come: where
-    # warnings are errors, that thread would end, and no answer would come any more.
-    warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)
-    with parallel_config(backend="loky", initializer=_begin):
+    with _cluster(backend, scheduler):
+        count = (-1 if jobs is None else jobs) if backend == "loky" else (jobs or -1)
         while waiting:
             begun: list[int] = []
             error: Exception | None = None
             try:
-                for number, result in _answers(work, dict(waiting), begun, -1 if jobs is None else jobs):
+                for number, result in _answers(work, dict(waiting), begun, count):
                     if isinstance(result, _Raised):
                         error = result.error
                         break
@@ -73,13 +79,16 @@ def _answers(
 ) -> Iterator[tuple[int, Any]]:
     """The number and the answer of each task that waits; `begun` takes the numbers of those that were sent out."""
     from joblib import Parallel, delayed
+    from joblib.parallel import get_active_backend
 
     def calls() -> Iterator[Any]:
         for number, task in waiting.items():
             begun.append(number)
             yield delayed(_answer)(work, number, task)
 
-    parallel = Parallel(n_jobs=count, return_as="generator_unordered", batch_size=1, pre_dispatch="n_jobs")
+    backend, _ = get_active_backend()
+    return_as = "generator_unordered" if backend.supports_return_generator else "list"
+    parallel = Parallel(n_jobs=count, return_as=return_as, batch_size=1, pre_dispatch="n_jobs")
     yield from parallel(calls())
 
 
@@ -103,6 +112,38 @@ def _alone(work: Callable[[Any], Any], task: Any) -> Any:
     if isinstance(result, _Raised):
         raise result.error from result.error.__cause__
     return result
+
+
+# -- where -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _cluster(backend: Backend, scheduler: str | None) -> Iterator[None]:
+    from joblib import parallel_config
+
+    options: dict[str, Any] = {}
+    if backend == "loky":
+        # joblib replaces a process that has grown by 300 MB, and warns in the thread by which all answers come: where
+        # warnings are errors, that thread would end, and no answer would come any more.
+        warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)
+        options["initializer"] = _begin
+    with (
+        _dask(scheduler) if backend == "dask" else contextlib.nullcontext(),
+        parallel_config(backend=backend, **options),
+    ):
+        yield
+
+
+def _dask(scheduler: str | None) -> AbstractContextManager[Any]:
+    try:
+        from distributed import Client
+    except ImportError:
+        raise InputError("the backend dask needs its package: pip install distributed") from None
+    try:
+        client: AbstractContextManager[Any] = Client(scheduler, timeout=_PATIENCE)
+    except (OSError, ValueError) as error:
+        raise InputError(f"no Dask scheduler answers at {scheduler}: {first_line(error)}") from None
+    return client
 
 
 # -- in a process that works -------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from memsize import files
 from memsize.printable import printable
@@ -32,12 +32,8 @@ class Renderable:
         text: str = resolve_name(f"{RENDERER}:render")(self, format)
         return text
 
-    def plot(self, unit: str | None = None) -> Figure:
-        """Return the first picture of the value's page as a plotly figure in `unit`: bars, or a run over time.
-
-        Raises `OutputError` without plotly, and where there is nothing to plot.
-        """
-        figure: Figure = resolve_name(f"{RENDERER}:plotted")(self, unit)
+    def _plotted(self, picture: Literal["overview", "layers"], unit: str | None, **view: object) -> Figure:
+        figure: Figure = resolve_name(f"{RENDERER}:plotted")(self, picture, unit, **view)
         return figure
 
     def _repr_html_(self) -> str:
@@ -113,6 +109,13 @@ class Answer(Renderable, Saveable):
         if path is not None:
             files.write(path, text, overwrite=True)
         return text
+
+    def plot(self, unit: str | None = None) -> Figure:
+        """Return the first picture of the answer's page as a plotly figure in `unit`: bars, or a run over time.
+
+        Raises `OutputError` without plotly, and where there is nothing to plot.
+        """
+        return self._plotted("overview", unit)
 
     def __str__(self) -> str:
         return self._drawn("text").rstrip("\n")

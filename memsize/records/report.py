@@ -5,7 +5,7 @@ The figures stand in the record (`trace`, `scenario_results`, `findings`); every
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
@@ -32,6 +32,7 @@ from memsize.records.trace import Failure, StoredTensor, Trace
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from plotly.graph_objects import Figure
 
 Status = Literal["run", "unavailable"]
 """Whether a scenario was run."""
@@ -206,6 +207,14 @@ class Report(Answer):
 
     tensors = TableFrame("tensors", "One row per tensor that the model holds: what it claims to be and what it stores.")
 
+    def plot_layers(self, columns: Sequence[str] = ("stored", "saved"), unit: str | None = None) -> Figure:
+        """Columns of bytes of the layer table as a figure of plotly: a treemap each, which one can zoom into.
+
+        By default what is stored and what is kept for backward. Raises `OutputError` without plotly, for a column that
+        there is not, and where no layer has any of it.
+        """
+        return self._plotted("layers", unit, columns=tuple(columns))
+
     @property
     def scenario_rows(self) -> tuple[ScenarioRow, ...]:
         """The scenarios, each beside the figures that percentages compare with."""
@@ -262,10 +271,19 @@ LAYER_FIELDS: Final = Fields[Row](
 COLUMNS: Final = tuple(column.key for column in LAYER_FIELDS.columns)
 """The columns of the layer table, in the order in which they stand by default."""
 
+_TORCHINFO_NAMES: Final = {
+    "input_size": "input",
+    "output_size": "output",
+    "num_params": "parameters",
+    "params_percent": "share",
+    "kernel_size": "kernel",
+}
+"""torchinfo's names of the same columns, where they differ."""
+
 
 def column_keys(names: Iterable[str]) -> tuple[str, ...]:
-    """Columns of the layer table by their names; raises `OutputError` for one that there is not."""
-    keys = tuple(names)
+    """Columns of the layer table by their names, or by torchinfo's; raises `OutputError` for one that there is not."""
+    keys = tuple(_TORCHINFO_NAMES.get(name, name) for name in names)
     for name in keys:
         if name not in COLUMNS:
             raise UnknownOutputError("column", name, COLUMNS)

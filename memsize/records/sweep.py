@@ -15,6 +15,7 @@ from dataclasses import dataclass, field as attribute
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final, Literal
 
+from memsize import files
 from memsize.errors import OutputError
 from memsize.records.answer import Answer, TableFrame
 from memsize.records.codec import coder
@@ -209,6 +210,18 @@ class Sweep(Answer):
         return {"rows": SWEEP_FIELDS.after(*SETTING_FIELDS.only(*self.used), *gpus).flat(self.sweep_rows)}
 
     rows = TableFrame("rows", "One row per cell, all sizes in bytes.")
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Write the rows to a parquet file; a file that exists is replaced. Raises `OutputError` without pyarrow."""
+        files.write(path, self.parquet(), overwrite=True)
+
+    def parquet(self) -> bytes:
+        """The rows as the content of a parquet file."""
+        try:
+            content: bytes = self.rows.to_parquet(None, engine="pyarrow", index=False)
+        except ImportError:
+            raise OutputError("parquet files need pyarrow: pip install 'memsize[parquet]'") from None
+        return content
 
 
 # -- the file of results ---------------------------------------------------------------------------------------------

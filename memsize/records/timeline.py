@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Renderable
 from memsize.records.fields import Fields, FlatTable, Missing, field
@@ -15,6 +15,9 @@ from memsize.records.roles import Role
 from memsize.records.trace import Storage
 from memsize.records.world import ALONE, Traffic, World
 from memsize.units import format_bytes
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 SCHEMA: Final = "memsize.timeline/1"
 AROUND: Final = "step"
@@ -185,6 +188,13 @@ class Timeline(Renderable):
         while (timeline := self._stretches(depth)) and len(timeline) > most and depth > 0:
             depth -= 1
         return timeline
+
+    def plot(self, unit: str | None = None) -> Figure:
+        """Live bytes by role over the run's events as a figure of plotly, in `unit`; what the allocator holds as lines.
+
+        Raises `OutputError` without plotly, and where the run has no events.
+        """
+        return self._plotted("overview", unit)
 
     def tables(self) -> dict[str, FlatTable]:
         """`events`: one row per event. Its layer is None outside the model, its step where the run has none."""

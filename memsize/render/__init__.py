@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from json import dumps
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from memsize.documents import document
 from memsize.errors import OutputError, UnknownOutputError
@@ -33,6 +33,7 @@ _FORMATS: Final = {
     "agent": ("memsize.render.text:draw_brief", ()),
     "notebook": ("memsize.render.html:fragment", ()),
     "line": ("memsize.render.cell_text:one_line", ()),
+    "speedscope": ("memsize.render.data:draw_speedscope", ()),
     "github": ("memsize.render.data:github", ()),
     "junit": ("memsize.render.data:junit", ()),
 }
@@ -118,17 +119,18 @@ def pieces(
     if format == "text" and screen.colour:
         return iter(texts)
     # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
-    escape = (lambda character: dumps(character)[1:-1]) if format == "json" else None
+    escape = (lambda character: dumps(character)[1:-1]) if format in ("json", "speedscope") else None
     return (printable_lines(text, escape=escape) for text in texts)
 
 
-def plotted(answer: Renderable, unit: str | None, **view: Any) -> Figure:
-    """The first picture of `answer` as a figure of plotly; `view` as in `render`.
+def plotted(answer: Renderable, picture: Literal["overview", "layers"], unit: str | None, **view: Any) -> Figure:
+    """One `picture` of `answer` as a figure of plotly; `view` as in `render`.
 
-    Raises `OutputError` without plotly, where there is nothing to plot, and for an unknown unit.
+    Raises `OutputError` without plotly, where there is nothing to plot, and for an unknown unit or column.
     """
     _check_unit(unit)
-    return resolve_name("memsize.render.figures:overview")(document(answer, **view), unit or AUTO)
+    shown = document(answer, **view)
+    return resolve_name(f"memsize.render.figures:{picture}")(shown, unit or AUTO)
 
 
 def image(answer: Renderable, format: str, *, unit: str | None = None, **view: Any) -> bytes:
@@ -137,7 +139,7 @@ def image(answer: Renderable, format: str, *, unit: str | None = None, **view: A
     Raises `OutputError` as `check_images` and `plotted` do, and without a browser.
     """
     check_images()
-    figure = plotted(answer, unit, **view)
+    figure = plotted(answer, "overview", unit, **view)
     content: bytes = resolve_name("memsize.render.figures:image")(figure, format)
     return content
 

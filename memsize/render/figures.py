@@ -1,4 +1,5 @@
-"""An answer for notebooks and scripts: its bars, or its run over time, as a figure of plotly.
+"""An answer for notebooks and scripts: its bars, its run over time and its layers as figures of plotly, and any of its
+tables as pandas styles it.
 
 A role has the colour that it has everywhere. Lengths are in the unit of their axis; a bar and an area tell a
 pointer their exact bytes. plotly reads markup in every text, so that names are escaped.
@@ -6,18 +7,20 @@ pointer their exact bytes. plotly reads markup in every text, so that names are 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 from memsize.documents import Document
-from memsize.documents.sections import Bars, Chart, Title
+from memsize.documents.sections import Bars, Chart, Table, Title
 from memsize.errors import OutputError, first_line
 from memsize.printable import printable
+from memsize.records.fields import Column, Path
 from memsize.records.roles import colour, noun
 from memsize.records.timeline import Timeline
 from memsize.render.bars import longest_drawn
-from memsize.render.cell_text import draw_phrases
+from memsize.render.cell_text import MODEL, draw_phrases
 from memsize.units import format_bytes, unit_for
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ MARKS: Final = 40
 """How many phases, or else steps, are named below a run."""
 _WIDTH: Final = 1200
 _HEIGHT: Final = 500
+_NO_ROLE: Final = "#8a949e"
 _LINE: Final = "#3b4550"
 _PAPER: Final = "rgba(255, 255, 255, 0.8)"
 
@@ -54,6 +58,28 @@ def image(figure: Figure, format: str) -> bytes:
             f"({type(error).__name__}: {first_line(error)})"
         ) from error
     return content
+
+
+def layers(document: Document[Any], unit: str) -> Figure:
+    """The columns of the layer table as one treemap each, side by side; those without any bytes are left out."""
+    tables = (section for section in document.sections() if isinstance(section, Table))
+    table = next(table for table in tables if table.name == "layers")
+    for column in table.columns[1:]:
+        if column.kind != "bytes":
+            raise OutputError(f"the column {column.key!r} is not of bytes, which alone can be plotted")
+    shown = []
+    for position, column in enumerate(table.columns[1:], 1):
+        cells = ((row[0], row[position]) for row in table.rows)
+        sizes = {str(path): size for path, size in cells if isinstance(path, Path) and isinstance(size, int)}
+        if any(sizes.values()):
+            shown.append((column, sizes))
+    if not shown:
+        raise OutputError("there is nothing to plot: no layer has any bytes in these columns")
+    figure = _plotly().Figure()
+    for position, (column, sizes) in enumerate(shown):
+        left, right = ((position + side) / len(shown) for side in (0.01, 0.99))
+        figure.add_trace(_areas(column, sizes, unit).update(domain={"x": [left, right]}))
+    return _titled(document, unit, figure)
 
 
 def _plotly() -> Any:
@@ -140,3 +166,29 @@ def _where(timeline: Timeline, event: int) -> str:
     layer = timeline.layer[event]
     path = timeline.layers[layer] if layer >= 0 else ""
     return escape(printable(", ".join(filter(None, (str(timeline.phase_at(event)), path, timeline.op[event])))))
+
+
+def _areas(column: Column, sizes: dict[str, int], unit: str) -> Any:
+    """One column of the layer table as a treemap: each module's area is its bytes with those of the modules in it."""
+    whole: Counter[str] = Counter()
+    for path, size in sizes.items():
+        # The path and those of the modules around it, up to the model's, which is empty.
+        names = path.split(".") if path else []
+        whole.update(dict.fromkeys((".".join(names[:depth]) for depth in range(len(names) + 1)), size))
+    paths = [path for path, size in whole.items() if size]
+    heading = f"{escape(column.title)}, {format_bytes(whole[''], unit)}"
+    return _plotly().Treemap(
+        ids=[_shown(path) for path in paths],
+        labels=[_shown(path.rpartition(".")[2]) if path else heading for path in paths],
+        parents=[_shown(path.rpartition(".")[0]) if path else "" for path in paths],
+        values=[whole[path] for path in paths],
+        branchvalues="total",
+        text=[format_bytes(whole[path], unit) for path in paths],
+        hovertemplate="%{id}<br>%{value:,} B<extra></extra>",
+        textinfo="label+text",
+        marker={"colors": [colour(column.role) if column.role else _NO_ROLE] * len(paths)},
+    )
+
+
+def _shown(path: str) -> str:
+    return escape(printable(path)) or MODEL

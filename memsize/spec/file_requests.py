@@ -19,6 +19,7 @@ from memsize.spec.stack import Gpu
 if TYPE_CHECKING:
     from torch import nn
 
+Backend = Literal["loky", "dask"]
 Which = Literal["all", "distinct"]
 """The ranks that are run: all, or the few that show that the others are the same."""
 _Path = str | os.PathLike[str]
@@ -171,6 +172,10 @@ class SweepRequest:
     retry: bool = option(False, "Run failed cells again.")
     fresh: bool = option(False, "Discard existing results, and run all cells.")
     jobs: int | None = _jobs(None, "Processes that run cells side by side.")
+    backend: Backend = option(
+        "loky", "Where cells run: loky on this machine, dask on a cluster.", choices=get_args(Backend)
+    )
+    scheduler: str | None = option(None, "The cluster's scheduler: tcp://10.0.0.1:8786.", metavar="ADDRESS")
     timeout: float | None = option(None, "Give up on a cell after this time.", metavar="SECONDS")
 
 
