@@ -151,10 +151,11 @@ if __name__ == "__main__":
 @linux
 def test_processes_that_are_left_running_are_waited_for(folder: Path) -> None:
     """Python waits for them before it ends, but not for daemons and workers."""
-    begun = time.monotonic()
-    answer = run(folder, LEFT_RUNNING)
+    begun, progress = time.monotonic(), list[str]()
+    answer = run(folder, LEFT_RUNNING, progress=progress.append)
     assert [child.failure for child in answer.children] == ["exit status 5"]
     assert Path("joined").exists() and time.monotonic() - begun < 50
+    assert re.search(r"waiting for ForkProcess-\d+, which the script started", "\n".join(progress))
 
 
 SPAWNED = """

@@ -18,7 +18,7 @@ LLAMA = (
     ),
     data.tokenizer("llama", chat=True),
 )
-_CHATS = (data.rows("chats/train.json", messages=data.chat), data.rows("chats/test.json", messages=data.chat))
+CHATS = (data.rows("chats/train.json", messages=data.chat), data.rows("chats/test.json", messages=data.chat))
 _TORCHTUNE = (
     data.preset("meta-llama/Llama-3.2-1B", "llama"),
     data.zeros("llama"),
@@ -49,7 +49,7 @@ RECIPES = (
         "train.py --model_name_or_path llama --dataset_name chats --splits train,test --max_length 256 "
         "--per_device_train_batch_size 4 --bf16 True --output_dir out --use_peft_lora True --lora_r 8 "
         "--lora_target_modules all-linear --gradient_checkpointing True --eval_strategy no",
-        (*LLAMA, *_CHATS),
+        (*LLAMA, *CHATS),
         needs=("peft", "trl", "transformers", "datasets"),
     ),
     Recipe(
@@ -58,7 +58,7 @@ RECIPES = (
         ".",
         "trl/scripts/sft.py --model_name_or_path llama --dataset_name chats --output_dir out "
         "--per_device_train_batch_size 4 --max_length 256",
-        (*LLAMA, *_CHATS),
+        (*LLAMA, *CHATS),
         needs=("trl", "transformers", "datasets"),
     ),
     Recipe(
@@ -76,7 +76,7 @@ RECIPES = (
         ".",
         "trl/scripts/sft.py --model_name_or_path llama --dataset_name chats --output_dir out --max_length 256 "
         "--per_device_train_batch_size 4 --use_peft --lora_r 16 --load_in_4bit --bf16 True",
-        (*LLAMA, *_CHATS),
+        (*LLAMA, *CHATS),
         needs=("trl", "transformers", "datasets", "peft", "bitsandbytes"),
     ),
     Recipe(

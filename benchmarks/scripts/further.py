@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scripts import data, fine_tuning, research, research_data
+from benchmarks.scripts import data, fine_tuning, research, research_data, several_gpus
 from benchmarks.scripts.data import Maker
 from benchmarks.scripts.recipe import Recipe
 
@@ -35,7 +35,7 @@ def _picotron(here: Path) -> None:
     settings = json.loads((here / "template/base_config.json").read_text())
     settings["distributed"] |= {"tp_size": 2, "pp_size": 2, "dp_size": 2}
     settings["model"]["name"] = "llama"
-    settings["training"] |= {"micro_batch_size": 4, "gradient_accumulation_steps": 4, "num_samples": 4000}
+    settings["training"] |= {"micro_batch_size": 4, "gradient_accumulation_steps": 4, "num_samples": 20000}
     settings["dataset"]["name"] = "stories"
     settings["environment"]["HF_TOKEN"] = "none"
     (here / "settings.json").write_text(json.dumps(settings))
@@ -147,7 +147,7 @@ RECIPES = (
             data.config("hf_model/llama", "llama", **_PICOTRON),
             data.config("hf_model_safetensors", "llama", **_PICOTRON),
             data.zeros("hf_model_safetensors"),
-            data.rows("stories/train.jsonl", 4000, text=data.sentence),
+            data.rows("stories/train.jsonl", 20000, text=data.sentence),
             _picotron,
         ),
         needs=("transformers", "datasets", "wandb"),
@@ -174,5 +174,44 @@ RECIPES = (
         "train.py",
         needs=("lightning",),
         options="--gpus 4",
+    ),
+    Recipe(
+        "torchtitan llama3",
+        "pytorch/torchtitan",
+        ".",
+        several_gpus.TITAN,
+        (several_gpus.C4,),
+        needs=("datasets", "grain", "spmd_types", "triton", "tyro"),
+        environment=_HERE,
+        options="--gpus 8 --gpu h100",
+    ),
+    Recipe(
+        "torchao nvfp4",
+        "pytorch/ao",
+        ".",
+        "torchao/prototype/moe_training/nvfp4_training/nvfp4_single_gpu_example.py",
+        needs=("triton",),
+        environment=_HERE,
+        options="--gpu b200",
+    ),
+    Recipe(
+        "torchao mxfp8 experts",
+        "pytorch/ao",
+        ".",
+        "torchao/prototype/moe_training/examples/mxfp8_expert_parallel_example.py",
+        needs=("triton",),
+        environment=_HERE,
+        options="--gpus 2 --gpu b200",
+    ),
+    Recipe(
+        "open-r1 sft",
+        "huggingface/open-r1",
+        ".",
+        "src/open_r1/sft.py --model_name_or_path llama --dataset_name chats --output_dir out --max_seq_length 512 "
+        "--per_device_train_batch_size 2 --bf16 --gradient_checkpointing --eos_token [SEP]",
+        (*fine_tuning.LLAMA, *fine_tuning.CHATS),
+        needs=("trl", "transformers", "datasets", "math_verify", "latex2sympy2_extended"),
+        environment={"PYTHONPATH": "src"},
+        options="--gpu h100",
     ),
 )

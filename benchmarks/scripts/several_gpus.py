@@ -5,8 +5,8 @@ from __future__ import annotations
 from benchmarks.scripts import data
 from benchmarks.scripts.recipe import Recipe
 
-_TITAN = "-m torchtitan.train --module llama3 --config llama3_debugmodel"
-_C4 = data.rows("tests/assets/c4_test/data.json", 2000, text=data.sentence, timestamp="2019-04-25T12:57:54Z", url="u")
+TITAN = "-m torchtitan.train --module llama3 --config llama3_debugmodel"
+C4 = data.rows("tests/assets/c4_test/data.json", 2000, text=data.sentence, timestamp="2019-04-25T12:57:54Z", url="u")
 _TENSOR_PARALLEL = "distributed/tensor_parallelism"
 
 RECIPES = (
@@ -15,8 +15,8 @@ RECIPES = (
             f"torchtitan {name}",
             "pytorch/torchtitan@81e4c0a",
             ".",
-            " ".join((_TITAN, *(f"--parallelism.{degree}" for degree in degrees))),
-            (_C4,),
+            " ".join((TITAN, *(f"--parallelism.{degree}" for degree in degrees))),
+            (C4,),
             needs=("datasets", "torchdata", "spmd_types", "triton", "tyro"),
             environment={"PYTHONPATH": "."},
             options="--gpus 8 --gpu h100",

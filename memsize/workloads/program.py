@@ -129,7 +129,7 @@ class Program:
                     runpy.run_module(path, run_name="__main__", alter_sys=True)
                 else:
                     runpy.run_path(path, run_name="__main__")
-                self.processes.join()
+                self.processes.join(self.steps.progress)
             except StopProgram:
                 pass
             except SystemExit as end:

@@ -286,10 +286,12 @@ class ChildProcesses:
         if not process.daemon and module.partition(".")[0] not in sys.stdlib_module_names:
             self._left_to_python.append(process)
 
-    def join(self) -> None:
+    def join(self, progress: Callable[[str], None]) -> None:
         """Wait for the processes that the program has left running, as Python does at its end."""
         for process in self._left_to_python:
             with suppress(ValueError):  # it was closed
+                if process.is_alive():
+                    progress(f"waiting for {process.name}, which the script started")
                 process.join()
 
     @property
