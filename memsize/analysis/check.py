@@ -80,7 +80,6 @@ class Measured:
         }
 
     def baseline(self, settings: Mapping[str, str]) -> Baseline:
-        """The figures and layers that a baseline stores."""
         figures = self.figures()
         result = self.result
         peaks = {"inference": result.inference, "training": result.training} if result else {}

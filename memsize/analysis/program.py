@@ -174,7 +174,6 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
 
 
 def findings_of(run: ProgramRun) -> tuple[Finding, ...]:
-    """The findings of a run by all rules about programs."""
     return (RULES + AFTER_RULES).findings(run)
 
 

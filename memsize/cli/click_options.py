@@ -17,8 +17,6 @@ from memsize.spec.project import usual_values
 
 
 class RequestCommand(click.Command):
-    """A command whose options make a `request`."""
-
     request: type
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

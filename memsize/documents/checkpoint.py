@@ -179,7 +179,6 @@ def _sum(groups: tuple[Group, ...]) -> Group:
 
 
 def file_table(report: CheckpointReport) -> Table:
-    """The files, and what the bytes of each are for."""
     files = report.contents.files
     rows = [FileRow(file.name, (file,)) for file in files[:MOST_FILES]]
     if len(files) > MOST_FILES:

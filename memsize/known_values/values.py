@@ -55,7 +55,6 @@ class ConstantState:
         self._base: ConstantState | None = None
 
     def for_view(self) -> ConstantState:
-        """A state for a view with values of its own."""
         view = ConstantState(self.assumption)
         view._base = self
         self._views.append(view)

@@ -75,7 +75,6 @@ class CheckedFigure(NamedTuple):
     figure: Figure
 
     def sized(self, size: int | None) -> Cell:
-        """A value of the figure in its unit."""
         return size if size is None or self.figure.unit != "bytes" else Sized(size)
 
     @property

@@ -148,7 +148,6 @@ def _through(reference: Reference, members: Callable[[Any], Iterable[Any]]) -> R
 
 
 def _fixed(items: tuple[Any, ...]) -> Coder:
-    """Return the coder of a tuple with one type for each position."""
     inner = [coder(item) for item in items]
 
     def read(values: Any) -> Any:

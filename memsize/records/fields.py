@@ -267,19 +267,15 @@ class Fields(Generic[R]):
         return self._with(by_name[name] for name in names)
 
     def without(self, *names: str) -> Fields[R]:
-        """The fields without those of these names."""
         return self._with(entry for entry in self._fields if entry.name not in names)
 
     def titled(self, **titles: str) -> Fields[R]:
-        """The fields with other titles, by name."""
         return self._with(_changed(self._fields, "title", titles))
 
     def hinted(self, **hints: str) -> Fields[R]:
-        """The fields with other hints, by name."""
         return self._with(_changed(self._fields, "help", hints))
 
     def drawn(self, **cells: Callable[[R, Any], Cell]) -> Fields[R]:
-        """The fields with other cells, by name."""
         return self._with(_changed(self._fields, "cell", cells))
 
     def after(self, *fields: Field[R]) -> Fields[R]:
@@ -287,7 +283,6 @@ class Fields(Generic[R]):
         return self._with((*fields, *self._fields))
 
     def plus(self, *fields: Field[R]) -> Fields[R]:
-        """The fields with more behind them."""
         return self._with((*self._fields, *fields))
 
     def _with(self, fields: Iterable[Field[R]]) -> Fields[R]:

@@ -169,7 +169,6 @@ SWEEP_TABLE: Final = ("outcome", "reserved", "device_to", "left", "parameters", 
 
 
 def varying(cells: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
-    """The settings in which cells differ."""
     settings_of_cells = tuple(cells)
     return tuple(key for key in COLUMNS if len({repr(settings.get(key)) for settings in settings_of_cells}) > 1)
 
@@ -201,7 +200,6 @@ class Sweep(Answer):
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """The settings in which cells differ."""
         return varying(row.settings for row in self.sweep_rows)
 
     def tables(self) -> dict[str, FlatTable]:

@@ -91,7 +91,6 @@ def _plotly() -> Any:
 
 
 def _titled(document: Document[Any], unit: str, figure: Figure) -> Figure:
-    """`figure` below what the document is about."""
     title = next(section for section in document.sections() if isinstance(section, Title))
     facts = escape(" · ".join(draw_phrases(title, unit)))
     text = {"text": escape(printable(title.name)), "subtitle": {"text": facts}}
@@ -162,7 +161,6 @@ def _line(dash: str) -> dict[str, object]:
 
 
 def _where(timeline: Timeline, event: int) -> str:
-    """The phase, the layer and the op of an event."""
     layer = timeline.layer[event]
     path = timeline.layers[layer] if layer >= 0 else ""
     return escape(printable(", ".join(filter(None, (str(timeline.phase_at(event)), path, timeline.op[event])))))

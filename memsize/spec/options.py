@@ -169,7 +169,6 @@ class Part:
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def options(self) -> dict[str, Option]:
-        """The options by the names of the fields of `cls`."""
         return {
             name: replace(choice, **self.changes.get(name, {}))
             for name, choice in _own_options(self.cls).items()

@@ -77,12 +77,10 @@ class Training:
 
     @property
     def is_own(self) -> bool:
-        """Whether the step is the target's own."""
         return self.optimizer == OWN
 
     @property
     def optimizer_name(self) -> str:
-        """The optimizer's name, for titles and sentences."""
         kind = self.optimizer
         return kind if isinstance(kind, str) else getattr(kind, "__name__", "the given optimizer")
 

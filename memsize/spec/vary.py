@@ -80,7 +80,6 @@ class Vary:
         return dimensions
 
     def size(self, inputs: Sequence[InputTensor]) -> int:
-        """The size that those dimensions have in `inputs`."""
         return _size(self.dimensions(inputs)[0], inputs)
 
 
@@ -159,7 +158,6 @@ class VariedScript:
         return " ".join((self.path, *(self.arguments if value is None else self.valued(value))))
 
     def valued(self, value: int) -> tuple[str, ...]:
-        """The arguments with another value of the one that varies."""
         return (*self.arguments[: self.index], f"{self.prefix}{value}", *self.arguments[self.index + 1 :])
 
 

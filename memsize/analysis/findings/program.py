@@ -127,13 +127,11 @@ def request_in_words(run: ProgramRun, request: Refused) -> dict[str, object]:
 
 
 def _dtypes_of(run: ProgramRun, path: str | None) -> set[str]:
-    """The dtypes of a layer's tensors."""
     layers = {number for number, layer in enumerate(run.trace.layers) if layer.path == path}
     return {storage.dtype for storage in run.trace.storages if storage.layer in layers}
 
 
 def peak_in_words(run: ProgramRun) -> dict[str, object]:
-    """The values of a sentence on the peak of a run."""
     peak = run.peak
     where = {"where": moment_in_words(peak.peak_phase, peak.peak_layer, peak.peak_step)}
     return sizes(low=peak.device.low, high=peak.device.high, total=run.card.bytes) | where

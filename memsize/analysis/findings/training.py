@@ -81,7 +81,6 @@ def pipeline_phases(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _first(peaks: Mapping[str, GpuEstimate]) -> str | None:
-    """The scenario that a sentence is about."""
     return next((name for name in ("as-given", "fp32", *peaks) if name in peaks), None)
 
 
