@@ -134,6 +134,26 @@ def test_autograd_saves_a_transposed_weight_row_by_row() -> None:
         assert torch.cuda.max_memory_allocated() - before == 2 * MiB
 
 
+@pytest.mark.parametrize("move", [lambda model: model.cuda(), lambda model: model.to("cuda")])
+def test_a_model_is_on_the_host_until_it_is_moved(move: Callable[[nn.Module], nn.Module]) -> None:
+    """All of its weights, a tied one once. They are as they were allocated: nobody writes 1.25 GiB here."""
+
+    class Tied(nn.Module):
+        def __init__(self, numbers: int) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.empty(numbers)) for _ in range(2))
+            self.third = self.first
+
+    run = program()
+    with run.open():
+        move(Tied(160 * MiB))  # twice 640 MiB
+        assert run.ledger.host_memory.use.needs == 2 * 4 * 160 * MiB
+        move(Tied(160 * MiB))  # when the first is gone from there
+        small = Tied(MiB)
+        move(small)
+    assert run.ledger.host_memory.use.tensors == run.ledger.host_memory.use.needs == 2 * 4 * 160 * MiB
+
+
 def test_the_host_holds_what_lives_there_at_one_time() -> None:
     run = program()
     with run.open():

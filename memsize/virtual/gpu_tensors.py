@@ -71,6 +71,7 @@ def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     moves["get_device"] = lambda t: devices().number_of(t) if _is_on_gpu(t) else _base.get_device(t)
     yield from ((Tensor, name, move) for name, move in moves.items())
     yield wrapping(nn.Module, "to", _move_module, ledger)
+    yield wrapping(nn.Module, "cuda", _module_to_gpu, ledger)
     compatible = calling(
         lambda original, old, new: is_meta(old) != is_meta(new) or original(old, new),
         torch._has_compatible_shallow_copy_type,
@@ -168,7 +169,15 @@ def _move_module(
         return _off_gpu(ledger, tensor, kind) if is_stand_in(tensor) else tensor.to(device, kind)
 
     leaves = device is not None and device.type == "meta"
-    return module._apply(left) if leaves else original(module, *args, **kwargs)
+    with ledger.host_memory.moving(module):
+        return module._apply(left) if leaves else original(module, *args, **kwargs)
+
+
+def _module_to_gpu(
+    ledger: VirtualLedger, original: Callable[..., nn.Module], module: nn.Module, *args: Any, **kwargs: Any
+) -> nn.Module:
+    with ledger.host_memory.moving(module):
+        return original(module, *args, **kwargs)
 
 
 def _materialize(ledger: VirtualLedger, original: Callable[..., None], tensor: Any, *args: Any, **options: Any) -> None:

@@ -11,17 +11,24 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from memsize.kernels.registry import Temporary
+from memsize.model.tensor_storage import plain_tensors
 from memsize.processes.patches import LatePatches, wrapping
 from memsize.records.trace import HostUse
 from memsize.torch_internals.pytree import tensors_in
 from memsize.units import format_bytes
 from memsize.virtual.device_assignment import devices
+
+LARGE: Final = 1 << 30
+"""From these bytes on, weights that a program moves to its GPU count as memory of the host."""
 
 
 def pinned_block(size: int) -> int:
@@ -130,6 +137,22 @@ class HostMemory:
         self._peaks[kind] = max(self._peaks[kind], self._bytes[kind])
         if size > 0:
             self._needs = max(self._needs, self._bytes["pageable"] + self._bytes["managed"] + self.pinned_bytes)
+
+    @contextmanager
+    def moving(self, module: nn.Module) -> Iterator[None]:
+        """Count the weights of a module that was built on the host, where all are until the first is moved."""
+        every = (t for t in (*module.parameters(), *module.buffers()) if not is_lazy(t))
+        pieces = chain.from_iterable(map(plain_tensors, every))
+        tensors = (t for t in pieces if t.layout is torch.strided and t.is_cpu)
+        storages = {storage._cdata: storage.nbytes() for storage in map(Tensor.untyped_storage, tensors)}
+        counted = self._copies.keys() | self._addresses.keys()
+        size = sum(size for address, size in storages.items() if address not in counted)
+        size = size if size >= LARGE else 0
+        self._count("pageable", size)
+        try:
+            yield
+        finally:
+            self._count("pageable", -size)
 
     @property
     def pinned_bytes(self) -> int:
