@@ -253,7 +253,9 @@ class Serving:
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             part = f"{self.gpu_memory_utilization:g}"
             raise InputError(f"gpu_memory_utilization is {part}: it is a part of the GPU's memory, such as 0.9")
-        rules_of(self.server)
+        if self.first_start and (self.enforce_eager or not self.rules.compiled):
+            what = "enforce_eager" if self.enforce_eager else self.rules.name
+            raise InputError(f"first_start has no effect: {what} compiles nothing")
         if self._cache_bytes is not None and self._cache_bytes < 1:
             raise InputError("kv_cache_memory is the size of a cache, such as 40GiB")
 
