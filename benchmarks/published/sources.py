@@ -389,7 +389,8 @@ _SERVERS: Final = tuple(
             "https://github.com/jgchn/llm-d-planner, accuracy/results/v0.19.0/results_raw.csv",
             "H100 80GB",
             "vllm=0.19.0",
-            "the models' configs; the interval of what lies outside PyTorch was chosen from these starts",
+            "the models' configs; that each is a first start; the interval of what lies outside PyTorch was chosen "
+            "from these starts",
         ),
         *(
             (
