@@ -283,14 +283,14 @@ def _other_processes(report: OutOfMemoryReport) -> Iterator[Finding]:
     short = report.failed.bytes - report.failed.free
     if report.allowed is not None or max(of_others, unseen) < report.total * _WORTH_TELLING:
         return
-    values = sizes(others=of_others, unseen=unseen, total=report.total)
+    values = sizes(sum=of_others, unseen=unseen)
     values["processes"] = tuple(str(process.number) for process in report.others)
     if unseen > of_others:
         text = "Processes that PyTorch cannot see hold {unseen} of the GPU: those of other containers or users."
     elif of_others >= short > 0:
-        text = "Other processes ({processes}) hold {others} of the GPU; without them the request would fit."
+        text = "Other processes ({processes}) hold {sum} of the GPU; without them the request would fit."
     else:
-        text = "Other processes ({processes}) hold {others} of the GPU."
+        text = "Other processes ({processes}) hold {sum} of the GPU."
     yield Finding("error-other-processes", text, values, bytes=max(of_others, unseen))
 
 
