@@ -350,7 +350,13 @@ def test_a_server_beside_takes_its_share() -> None:
 
 @pytest.mark.parametrize(
     ("text", "nearest"),
-    [("0.4", "serve:0.4"), ("serve:30%", "serve:0.3"), ("vllm", "serve:0.3"), ("serve:40", "serve:0.4")],
+    [
+        ("0.4", "serve:0.4"),
+        ("serve:30%", "serve:0.3"),
+        ("vllm", "serve:0.3"),
+        ("serve:40", "serve:0.4"),
+        ("serve:1.2", "serve:0.3"),
+    ],
 )
 def test_what_is_beside_is_a_server_and_its_share(text: str, nearest: str) -> None:
     with pytest.raises(InputError, match=rf"'{text}' is not a server and its share .* such as {nearest}"):

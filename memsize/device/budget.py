@@ -95,7 +95,7 @@ def _share_of(text: str) -> float:
     share = re.fullmatch(r"serve:(0?\.\d+)", text.strip())
     if share is None:
         number = re.search(r"(\d+(?:\.\d+)?)\s*(%?)", text)
-        value = float(number[1]) / (100 if number[2] or float(number[1]) > 1 else 1) if number else 0.3
+        value = float(number[1]) / (100 if number[2] or float(number[1]) >= 5 else 1) if number else 0.3
         nearest = f"serve:{value:g}" if 0 < value < 1 else "serve:0.3"
         raise InputError(f"{text!r} is not a server and its share of the GPU's memory, such as {nearest}")
     return float(share[1])
