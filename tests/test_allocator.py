@@ -239,6 +239,15 @@ def test_a_resized_storage_is_freed_with_all_that_it_grew_to():
     assert mebibytes(result) == [(10, [(10, None)]), (20, [(20, None)])]
 
 
+def test_addresses_of_released_segments_are_assigned_again():
+    # Of four segments of 12 MiB the two in the middle are released for one of 24, which then lies between the others.
+    # Of blocks of 12 MiB that are free, that of the fourth has the lowest address.
+    first, second, third, fourth = ((number, -12 * MiB) for number in range(4))
+    events = [*allocated(*[12 * MiB] * 4), second, third, (4, 24 * MiB), first, fourth, (5, 12 * MiB)]
+    result = replay(events, capacity=48 * MiB)
+    assert mebibytes(result) == [(12, [(12, None)]), (24, [(24, 4)]), (12, [(12, 5)])]
+
+
 def test_streams_do_not_share_blocks():
     events = [(0, KiB), (0, -KiB), (1, KiB)]
     assert replay(events).reserved.bytes == 2 * MiB
@@ -415,7 +424,7 @@ def test_one_unsplittable_block_that_would_do_is_given_back_before_all_others():
     # Cached: 12 (splittable), 70, 90 MiB. 40 MiB fit none (30 and 50 too much): 70 is the smallest that would do
     events = [*allocated(12 * MiB, 70 * MiB, 90 * MiB), (0, -12 * MiB), (1, -70 * MiB), (2, -90 * MiB), (3, 40 * MiB)]
     result = replay(events, config, capacity=180 * MiB)
-    assert mebibytes(result) == [(12, [(12, None)]), (90, [(90, None)]), (40, [(40, 3)])]
+    assert mebibytes(result) == [(12, [(12, None)]), (40, [(40, 3)]), (90, [(90, None)])]
 
 
 def test_a_splittable_request_releases_an_unsplittable_block():
@@ -497,7 +506,7 @@ def test_age_counts_requests_for_large_blocks_since_the_block_was_freed():
     assert mebibytes(replay(events, config, total=400 * MiB)) == [(40, [(40, None)]), (50, [(50, 2)]), (60, [(60, 3)])]
     # A small request in between ages nothing: both saw one request pass, and both go
     small = [(8, 1), *allocated(40 * MiB, 44 * MiB, 50 * MiB), (1, -44 * MiB), (9, 1), (0, -40 * MiB), (3, 60 * MiB)]
-    assert mebibytes(replay(small, config, total=400 * MiB))[1:] == [(50, [(50, 2)]), (60, [(60, 3)])]
+    assert mebibytes(replay(small, config, total=400 * MiB))[1:] == [(60, [(60, 3)]), (50, [(50, 2)])]
 
 
 def test_a_segment_that_is_split_or_small_is_no_garbage():

@@ -27,11 +27,11 @@ GAP: Final = 4096
 class Memory:
     """The memory that CUDA can give: how much is handed out, how much there is, and which address was the last.
 
-    Each segment lies below those before it, as Linux drivers place them (docs/method.md), and no address is reused.
-    Only their order within a pool matters, and only between free blocks of one size.
+    Each segment lies as high as possible below the first one, as drivers place them (docs/method.md). Only their order
+    within a pool matters, and only between free blocks of one size.
     """
 
-    __slots__ = ("capacity", "changes", "clock", "event", "lowest_address", "reserved")
+    __slots__ = ("capacity", "changes", "clock", "event", "gaps", "lowest_address", "reserved")
 
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
@@ -43,12 +43,14 @@ class Memory:
         self.changes: list[tuple[int, int, int, int]] = []
         """The stretches mapped (size above 0) or given back (below 0): the event, the stream, the start, the size."""
         self.lowest_address = ADDRESS + 1
+        self.gaps: list[tuple[int, int]] = []
+        """Where addresses start and end above the lowest that were given back, in order."""
 
     def copy(self, capacity: int | None) -> Memory:
         """The same memory, of which CUDA can give `capacity`."""
         other = copy(self)
         other.capacity = capacity
-        other.changes = self.changes.copy()
+        other.changes, other.gaps = self.changes.copy(), self.gaps.copy()
         return other
 
     def record_change(self, stream: int, start: int, size: int) -> None:
@@ -70,11 +72,27 @@ class Memory:
 
         Raises `InputError` beyond the last address: CUDA's own are shorter.
         """
+        for index in reversed(range(len(self.gaps))):
+            start, end = self.gaps[index]
+            address = (end - GAP - size) // alignment * alignment
+            if address >= start:
+                self.gaps[index : index + 1] = [(start, address)] if address > start else []
+                return address
         address = (self.lowest_address - GAP - size) // alignment * alignment
         if address < 0:
             raise InputError("this needs more than 8 PiB of memory, more than a GPU can address: use a smaller batch")
         self.lowest_address = address
         return address
+
+    def return_address(self, start: int, size: int) -> None:
+        """Let the addresses of a segment be assigned again, with the room above it."""
+        index, end = bisect_left(self.gaps, (start,)), start + size + GAP
+        if index < len(self.gaps) and self.gaps[index][0] == end:
+            end = self.gaps.pop(index)[1]
+        if index and self.gaps[index - 1][1] == start:
+            index -= 1
+            start = self.gaps.pop(index)[0]
+        self.gaps.insert(index, (start, end))
 
 
 class Pool:
@@ -168,6 +186,7 @@ class Pool:
         self.withdraw(block)
         del self.segments[block & ADDRESS]
         self.memory.record_change(self.stream, block & ADDRESS, -(block >> SHIFT))
+        self.memory.return_address(block & ADDRESS, block >> SHIFT)
         self.memory.give_back(block >> SHIFT)
 
     def withdraw(self, block: int) -> None:

@@ -58,7 +58,7 @@ class Addresses(Memory):
             self.taken.remove((first, first - size))
 
 
-ORDERS: Final = tuple((downwards, reused) for downwards in (True, False) for reused in (False, True))
+ORDERS: Final = tuple((downwards, reused) for downwards in (True, False) for reused in (True, False))
 """Whether addresses fall, and whether those of segments that were given back are assigned again; as usual first."""
 _TOP: Final = 1 << 43
 
@@ -81,7 +81,7 @@ class LongTraining:
     """The allocator of a training; the last `steps` parts of `trace` are its recorded steps.
 
     The program empties the cache before the first step, and after each recorded one, which only marks its end. It makes
-    a tensor after the last: a record ends with what was allocated last. Without `memory` addresses only fall.
+    a tensor after the last: a record ends with what was allocated last. Without `memory` addresses fall and are reused.
     """
 
     def __init__(self, trace: Trace, steps: int, memory: Memory | None = None) -> None:
