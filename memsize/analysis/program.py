@@ -307,7 +307,7 @@ def _untouched(trace: Trace, start: int, phases: Sequence[tuple[str, int]]) -> C
 # -- the part of a program that needs a real GPU -----------------------------------------------------------------------
 
 _SDPA: Final = (
-    "use torch.nn.functional.scaled_dot_product_attention, which takes linear memory too "
+    "torch.nn.functional.scaled_dot_product_attention, which takes linear memory too "
     '(attn_implementation="sdpa" in transformers)'
 )
 _MAMBA: Final = "install it and Triton: its CUDA kernels need not be built, they are simulated"
@@ -316,8 +316,8 @@ _INSTEAD: Final = {
     "bitsandbytes": 'set optim="adamw_torch", and load the model without a quantization_config',
     "causal_conv1d": _MAMBA,
     "deepspeed": "use its Adam, Adagrad or Lion, whose kernels are simulated",
-    "flash_attn": _SDPA,
-    "flash_attn_interface": _SDPA,
+    "flash_attn": f"use its attention, apply_rotary_emb, RMSNorm or CrossEntropyLoss, which are simulated, or {_SDPA}",
+    "flash_attn_interface": f"use {_SDPA}",
     "fla": "install Triton beside it: its own code runs, and its kernels are simulated",
     "liger_kernel": "set use_liger_kernel=False",
     "mamba_ssm": _MAMBA,
