@@ -32,7 +32,7 @@ class Outcome:
     reserved: int = 0
     """Bytes that the allocator held at most."""
     where: str = ""
-    """The phase and layer of the peak."""
+    """The phase and layer of the peak, or the process that had it."""
     assumed: tuple[str, ...] = ()
     seconds: float = 0.0
     """Processor time of the whole process and of its workers."""
@@ -122,15 +122,18 @@ def _read(about: Mapping[str, str], file: Path, failure: str, seconds: float) ->
     if not file.is_file():
         return Outcome(**about, failure=failure or "no report was written", seconds=round(seconds, 1))
     data = json.loads(file.read_text(encoding="utf-8"))
-    peak = data["peak"]
-    where = " in ".join(filter(None, (peak["peak_phase"], peak["peak_layer"])))
-    if not peak["reserved"]:
+    peak, steps = data["peak"], data["steps"]
+    reserved, where = peak["reserved"], " in ".join(filter(None, (peak["peak_phase"], peak["peak_layer"])))
+    if not reserved and data["children"]:
+        child = max(data["children"], key=lambda child: child["reserved"])
+        reserved, where, steps = child["reserved"], child["command"], child["steps"]
+    if not reserved:
         failure = failure or "nothing was put on the GPU"
     return Outcome(
         **about,
         failure=failure,
-        steps=data["steps"],
-        reserved=peak["reserved"],
+        steps=steps,
+        reserved=reserved,
         where=where,
         assumed=tuple(assumption["text"] for assumption in data["assumed"]),
         seconds=round(seconds, 1),

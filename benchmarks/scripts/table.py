@@ -19,7 +19,7 @@ stopped after three optimizer steps.
 
 CPU time is that of the whole process with its workers: imports and data loading are most of it. FOLDER holds a clone of
 each repository under its name. The recipes are in `benchmarks/scripts/recipes.py`. picotron ran with transformers 4.57,
-open-r1 with the releases that it asks for. [Ten scripts](../../docs/accuracy.md#scripts) were compared with real steps on the CPU.
+open-r1 with the releases that it asks for. Ten scripts were [compared](../../docs/accuracy.md#scripts) with real steps.
 """
 
 
