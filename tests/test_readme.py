@@ -300,7 +300,7 @@ def test_every_option_is_documented() -> None:
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "\n".join(lines))) <= known | OTHERS
 
 
-OTHERS = {"--config", "--epochs", "--index-url", "--lr", "--memsize-update", "--page", "--resume"}
+OTHERS = {"--config", "--epochs", "--index-url", "--lr", "--memsize-update", "--page", "--resume", "--sources"}
 """Options of other programs on the same lines."""
 
 
