@@ -43,9 +43,10 @@ CLONES: Final = {
     "https://github.com/rasbt/LLMs-from-scratch": "MEMSIZE_BOOK",
     "https://github.com/pytorch/ao": "MEMSIZE_TORCHAO",
     "https://github.com/openai/parameter-golf": "MEMSIZE_PARAMETER_GOLF",
+    "https://github.com/pytorch/torchtune": "MEMSIZE_TORCHTUNE",
 }
 """Repositories, and the variables that name a clone at hand instead."""
-LITGPT, PEFT, BOOK, TORCHAO, PARAMETER_GOLF = CLONES
+LITGPT, PEFT, BOOK, TORCHAO, PARAMETER_GOLF, TORCHTUNE = CLONES
 _LIGHTNING: Final = (
     "lightning==2.5.5",
     "pytorch-lightning==2.5.5",
@@ -140,6 +141,19 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
             PARAMETER_GOLF,
             "4908dc46f21ed3fdd08d2fdca285deb2194b9599",
             tuple(f"records/track_10min_16mb/{record}" for record in _RECORDS),
+            False,
+        ),
+        Environment(
+            "torchtune-1814feb1",
+            (
+                *("torchao==0.7.0", "torchdata==0.11.0", "omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3"),
+                *("tiktoken==0.14.0", "blobfile==3.3.0", "sentencepiece==0.2.3", "kagglehub==1.0.3"),
+                *"datasets==5.2.0 pyarrow dill multiprocess xxhash fsspec lxml pycryptodomex".split(),
+                *"requests urllib3 certifi idna charset-normalizer".split(),
+            ),
+            TORCHTUNE,
+            "1814feb17",
+            ("torchtune", "recipes"),
             False,
         ),
         *(

@@ -603,6 +603,20 @@ _NEWER: Final = (
         "benchmarks/quantized_training/pretrain_llama2.py",
     ),
     Source(
+        "torchtune/llama-3.2-3b",
+        "compiled code",
+        "torchtune's fine-tuning of Llama 3.2 3B, one option after the other",
+        "https://github.com/pytorch/torchtune, README.md since commit 1814feb17",
+        "A100 80GB",
+        "torch=2.5,cuda=12.4",
+        "allocated",
+        GIB,
+        "low",
+        "the release of PyTorch, that of the day; that AdamW is fused; that 8-bit AdamW is torchao's",
+        "torchtune-1814feb1",
+        "recipes/full_finetune_single_device.py and lora_finetune_single_device.py",
+    ),
+    Source(
         "generation/book",
         "transformers, inference",
         "the book's Llama 3.2 1B, Qwen3 0.6B and variants of GPT, with and without a cache",
@@ -797,6 +811,12 @@ NOT_COUNTED: Final = (
         "torch.compile, and seem to hold its UNet's 4.78 GiB too: they are in the rows with CPU offload (20.21 and "
         "19.91, beside 15.4 and 15.1 for the decoder alone), and with them VAE slicing comes out at 15.3 (15.40 "
         "published)",
+    ),
+    (
+        "torchtune's first row, and QLoRA",
+        "https://github.com/pytorch/torchtune, README.md",
+        "the first depends on the lengths of Alpaca's samples; the other was not predicted: its weights are "
+        "quantized on the host, whose memory did not suffice",
     ),
     (
         "Optimizer in the backward pass",

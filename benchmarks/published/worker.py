@@ -23,6 +23,7 @@ RECIPES = {
     "parameter-golf": "parameter_golf",
     "compiled-book": "compiled_scripts",
     "compiled-torchao": "compiled_scripts",
+    "torchtune": "compiled_scripts",
     "video": "video_checkpoints",
     "pipelines": "quantized_pipelines",
     "peft": "image_adapters",

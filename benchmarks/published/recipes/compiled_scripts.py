@@ -6,6 +6,7 @@ What a script downloads is made up with the same sizes; modules that it imports 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
@@ -21,6 +22,8 @@ import memsize
 from benchmarks.published.environments import ENVIRONMENTS, ready
 from benchmarks.published.recipes.torchao import TOKENS, module_of
 from benchmarks.published.rows import Row
+from benchmarks.scripts import data
+from benchmarks.zoo.operators import declare
 
 Change = tuple[str, str]
 """A text of the script, and what stands in its place."""
@@ -141,7 +144,66 @@ _VIT: Final = (
 )
 _TWO_STEPS: Final = {"steps": 2, "training_only": True}
 
+# -- torchtune's fine-tuning, one option after the other ---------------------------------------------------------------
+
+_OPTIONS: Final = (
+    ("compile", "True"),
+    ("loss", "torchtune.modules.loss.CEWithChunkedOutputLoss"),
+    ("enable_activation_checkpointing", "True"),
+    ("optimizer_in_bwd", "True"),
+    ("enable_activation_offloading", "True"),
+    ("optimizer", "torchao.prototype.low_bit_optim.AdamW8bit"),
+)
+"""Each is added to those before it; LoRA has neither of those about the optimizer."""
+_WITHOUT: Final = {name: "False" for name, _ in _OPTIONS} | {
+    "loss": "torch.nn.CrossEntropyLoss",
+    "optimizer": "torch.optim.AdamW",
+}
+_SAMPLES: Final = 1200
+
+
+def _instructions(folder: Path) -> Mapping[str, Any]:
+    """Weights of zeros, a tokenizer of bytes, and as many samples as fill some batches."""
+    here = Path.cwd()
+    declare()
+    shutil.copytree(folder / "recipes/configs/llama3_2", "configs")
+    for maker in (
+        data.preset("meta-llama/Llama-3.2-3B", "llama"),
+        data.zeros("llama"),
+        data.byte_tokenizer("llama/tokenizer.model"),
+        data.rows("alpaca/train.json", _SAMPLES, instruction="Count words.", input="", output="word " * 60),
+    ):
+        maker(here)
+    return {}
+
+
+def _tuned(setting: Setting) -> tuple[str, ...]:
+    adapts = setting["options"] == "lora"
+    count = len(_OPTIONS) if adapts else int(setting["options"])
+    chosen = _WITHOUT | dict(_OPTIONS[:count])
+    if adapts:
+        chosen |= {"optimizer": _WITHOUT["optimizer"], "optimizer_in_bwd": "False"}
+    if chosen["optimizer"] == _WITHOUT["optimizer"]:
+        chosen["optimizer.fused"] = "True"
+    chosen |= {
+        "checkpointer.checkpoint_files": "[model-00001-of-00002.safetensors,model-00002-of-00002.safetensors]",
+        "checkpointer.checkpoint_dir": "llama", "checkpointer.output_dir": "out", "output_dir": "out",
+        "tokenizer.path": "llama/tokenizer.model", "tokenizer.max_seq_len": "4096", "dataset.packed": "True",
+        "dataset.source": "json", "dataset.data_files": "alpaca/train.json", "batch_size": "2", "epochs": "1",
+        "gradient_accumulation_steps": "1",
+    }  # fmt: skip
+    kind = "lora" if adapts else "full"
+    return "--config", f"configs/3B_{kind}_single_device.yaml", *(f"{name}={value}" for name, value in chosen.items())
+
+
 SCRIPTS: Final = {
+    "torchtune/llama-3.2-3b": Script(
+        path=lambda setting: f"recipes/{'lora' if setting['options'] == 'lora' else 'full'}_finetune_single_device.py",
+        changes=lambda setting: (),
+        modules=_instructions,
+        arguments=_tuned,
+        options={"steps": 3, "training_only": True},
+    ),
     "compiled-book/gpt": Script(
         path=lambda setting: f"ch05/10_llm-training-speed/{setting['script']}.py",
         changes=_book_changes,
