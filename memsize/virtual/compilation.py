@@ -32,12 +32,16 @@ _UNKNOWN_BACKEND = ", and PyTorch refuses it where no package registers it"
 
 
 class Compilation:
-    """Compiles the code of the program that `ledger` records; where it is not `active`, that code runs as written."""
+    """Compiles the code of the program that `ledger` records; where it is not `active`, that code runs as written.
 
-    def __init__(self, ledger: VirtualLedger, capability: tuple[int, int], active: bool) -> None:
+    If it `measures`, what PyTorch measures to compile is part of the run.
+    """
+
+    def __init__(self, ledger: VirtualLedger, capability: tuple[int, int], active: bool, measures: bool) -> None:
         self._ledger = ledger
         self._capability = capability
         self._is_active = active
+        self._measures = measures
         self._regions = ExitStack()
         self._is_open = False
         self._original: Callable[..., Any] = torch.compile
@@ -110,7 +114,7 @@ class Compilation:
             from memsize.compile.region import compiling, rules
 
         self._note(rules(simulated_release()))
-        compiler = self._compiler = Compiler(self._capability, self._note, measures=True)
+        compiler = self._compiler = Compiler(self._capability, self._note, self._measures)
         self._regions.enter_context(
             compiling(compiler, Compiles(self._traced, self._suspended, _GPU, self._ledger.inline))
         )

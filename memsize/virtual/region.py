@@ -96,12 +96,14 @@ def virtual_gpu(
     world: World | None = None,
     later: Mapping[str, LatePatches] = MappingProxyType({}),
     compiles: bool = True,
+    measures: bool = True,
     default: int = 0,
 ) -> Iterator[None]:
     """While open, this process has the GPU of `driver`, and what happens on it is recorded in `ledger`; `more` is
     replaced besides, and `later` in modules by their names once they are imported. It is one of the processes of
     `world`, as a launcher would have started it; with None, it was started alone. `default` is the GPU of threads that
-    choose none. Code given to `torch.compile` is compiled, or with `compiles` False runs as it is written.
+    choose none. Code given to `torch.compile` is compiled, or with `compiles` False runs as it is written; if it
+    `measures`, what PyTorch measures to compile is part of the run, as in the first on a machine.
 
     Raises `InputError` when a region is open already, or when this process is in a group that `world` is not.
     """
@@ -124,7 +126,7 @@ def virtual_gpu(
         ledger.current_stream = lambda: driver.stream
         threads = regions.enter_context(Threads(ledger, semantics))
         line = regions.enter_context(connected(world.rank)) if world is not None else None
-        compilation = Compilation(ledger, driver.card.capability, compiles)
+        compilation = Compilation(ledger, driver.card.capability, compiles, measures)
         regions.callback(compilation.close)
         compile_patch: Patch = (torch, "compile", compilation.compile)
         replaced = (compile_patch, threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
@@ -335,7 +337,7 @@ class VirtualMachine(RunDevice):
         # Where memsize puts the model.
         own = self.world.local_rank if self.world and not self.world.one_process else 0
         driver = Driver(self.card, memory, stack=stack)
-        return virtual_gpu(driver, ledger, world=self.world, compiles=compiles, default=own)
+        return virtual_gpu(driver, ledger, world=self.world, compiles=compiles, measures=False, default=own)
 
 
 @contextmanager
