@@ -4,7 +4,7 @@
 # TORCH_INDEX=…     the index to get PyTorch and torchvision from: that of their small CPU builds, say
 # TORCH=…           another PyTorch release, such as 2.14.1, in an environment of its own
 # SECONDS_OF_FUZZ=… how long `make fuzz` goes on with commands that nobody would give (300)
-# QUICK=1, EAGER=1  a few cells of `make tables`, or all but the compiled ones (an hour)
+# QUICK=1, EAGER=1  a few cells of `make tables`, or all but the compiled ones (twenty minutes)
 # THOROUGH=1        run the tests too that are left out to keep `make test` short, as CI does
 # CUDNN=1           install cuDNN too (1 GB), for the tests that ask it; they are skipped without
 

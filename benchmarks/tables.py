@@ -2,9 +2,9 @@
 
 `memsize sweep` runs every cell: 25 presets, trained whole, with LoRA and with QLoRA, eager and compiled, at six lengths
 on ten cards. That takes days on one machine; ``--backend dask --scheduler tcp://…`` spreads it over a cluster, and
-what is done is kept. ``--eager`` leaves out the compiled cells and takes about an hour; ``--quick`` runs a few cells.
-The page draws what lies between the batches that were run by itself, and what a saved run of ``memsize fit`` needs,
-which never leaves the browser.
+what is done is kept. ``--eager`` leaves out the compiled cells and takes about twenty minutes on two cores; ``--quick``
+runs a few cells. The page draws what lies between the batches that were run by itself, and what a saved run of
+``memsize fit`` needs, which never leaves the browser.
 """
 
 from __future__ import annotations
