@@ -101,7 +101,7 @@ def test_an_evaluation_with_gradients_keeps_a_graph_for_nothing(mode: str, tmp_p
     assert run.after is not None and run.after.evaluation is not None
     assert (run.after.graph, run.after.graph_line) == ((64 * 128 * 256 * 4, "train.py:21") if kept else (0, None))
     text = sentence(run, "run-evaluation-with-gradients")
-    assert bool(text) == kept and (not kept or "are activations for a backward that never comes, made at" in text)
+    assert bool(text) == kept and (not kept or "are activations for a backward that never runs, made at" in text)
 
 
 def test_a_model_that_trains_in_eval_mode_is_not_evaluated_by_its_next_step(tmp_path: Path) -> None:

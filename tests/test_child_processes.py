@@ -180,7 +180,7 @@ def test_a_process_of_multiprocessing_goes_by_its_name(folder: Path) -> None:
     assert re.fullmatch(r"SpawnProcess-\d+", child.command) and child.steps == 3
     (text,) = [finding.text() for finding in answer.findings if finding.code == "run-children"]
     assert text.startswith(f"It fits on Tesla T4: {child.command}, which the script started, takes ")
-    assert text.endswith(" A script that calls the function of this process itself shows its breakdown.")
+    assert text.endswith(" For its breakdown, run a script that calls the function of this process directly.")
 
 
 def test_a_process_without_torch_is_guarded_too(folder: Path) -> None:

@@ -91,7 +91,8 @@ def test_the_memory_by_its_use(tmp_path: Path) -> None:
     )
     assert report.failed.function == "forward" and report.failed.stage == "forward"
     assert report.notes == (
-        "memsize run --gpu rtx3090 train.py shows what is alive there, and the batch that fits, without a GPU",
+        "memsize run --gpu rtx3090 train.py simulates the run without a GPU: what is alive where memory runs out, and "
+        "the batch that fits",
     )
 
 
@@ -99,7 +100,7 @@ def test_a_request_that_no_packing_would_serve(tmp_path: Path) -> None:
     """Of 8 GiB, 1 is free and 2.5 lie between blocks: 4.5 are lacking."""
     report = explained(message(request="8.00 GiB"), tmp_path)
     assert codes(report) == ["out-of-memory", "not-fragmented"]
-    assert report.findings[1].text().endswith("with them the request would still lack 4.50 GiB.")
+    assert report.findings[1].text().endswith("even with them the request is 4.50 GiB short.")
     assert report.findings[1].bytes == 4.5 * GiB
 
 

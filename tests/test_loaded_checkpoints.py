@@ -66,8 +66,8 @@ def test_a_checkpoint_on_the_gpu_stays_there(is_there: bool) -> None:
     run = ran(checkpoint=None if is_there else "stand-in")
     assert run.loaded_checkpoint == (PARAMETERS, "checkpoint")
     assert sentences(run, "run-checkpoint-stays") == [
-        "1,028.00 KiB of a loaded checkpoint stay on the GPU during training, as copies of what the model has. Load it "
-        "with map_location='cpu', or del checkpoint after load_state_dict."
+        "A loaded checkpoint keeps 1,028.00 KiB on the GPU during training, beside the model that has its own copy. "
+        "Load it with map_location='cpu', or del checkpoint after load_state_dict."
     ]
 
 

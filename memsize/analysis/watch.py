@@ -75,6 +75,7 @@ class Watch:
 
     @property
     def most(self) -> int:
+        """The most that the process had."""
         return max((reading.used for reading in self.readings), default=0)
 
     def line(self) -> str:

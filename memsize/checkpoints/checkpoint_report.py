@@ -99,6 +99,7 @@ class FileRow(NamedTuple):
     files: tuple[FileRecord, ...]
 
     def bytes_for(self, use: Use) -> int:
+        """The bytes that are for `use`."""
         return sum(file.bytes_for(use) for file in self.files)
 
 

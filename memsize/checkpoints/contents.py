@@ -45,6 +45,7 @@ class FileRecord:
             raise ValueError(f"{len(self.uses)} uses of a file's bytes, not {len(USES)}")
 
     def bytes_for(self, use: Use) -> int:
+        """The bytes of the file that are for `use`."""
         return self.uses[USES.index(use)]
 
 
@@ -118,6 +119,7 @@ class Contents:
 
     @property
     def size(self) -> int:
+        """The bytes of all files."""
         return sum(file.size for file in self.files)
 
     @property

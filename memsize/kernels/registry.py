@@ -95,6 +95,7 @@ class Temporary(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """The bytes that it requests."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 

@@ -308,7 +308,7 @@ def _check_trains_nothing(file: Path) -> None:
             case ast.Call(func=ast.Attribute(attr="backward")) if is_looping:
                 raise TargetError(
                     f"{file.name} trains when it is imported (line {node.lineno}): memsize run {os.path.relpath(file)} "
-                    "simulates it as a script; to show its model, keep what trains below if __name__ == '__main__'"
+                    "simulates it as a script; to report on its model, put the training under if __name__ == '__main__'"
                 )
         is_looping = is_looping or isinstance(node, (ast.For, ast.While))
         todo += ((child, is_looping) for child in ast.iter_child_nodes(node))

@@ -42,6 +42,7 @@ class Simulation:
         return f"Simulation({len(self.patches)} patches; {parts or 'no state'})"
 
     def get(self, kind: type[Part]) -> Part | None:
+        """Return the object of this kind, `None` if there is none."""
         return cast("Part | None", self._parts.get(kind))
 
     @contextmanager

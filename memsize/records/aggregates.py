@@ -75,6 +75,7 @@ class Totals:
 
 
 def totals(trace: Trace) -> Totals:
+    """Return the totals of `trace`."""
     return Totals(
         **_stored(trace.tensors),
         master_bytes=sum(tensor.bytes for tensor in trace.tensors if tensor.kind == "master"),
@@ -311,6 +312,7 @@ def _tensor_marks(tensors: Sequence[StoredTensor]) -> Iterator[str]:
 
 
 def live_bytes(events: Iterable[Event]) -> tuple[int, ...]:
+    """Return the live bytes after each event."""
     return tuple(accumulate(event.delta for event in events))
 
 

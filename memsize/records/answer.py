@@ -91,6 +91,8 @@ class Saveable:
 
 
 class Answer(Renderable, Saveable):
+    """The base of the answers."""
+
     __slots__ = ()
 
     if TYPE_CHECKING:

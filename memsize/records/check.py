@@ -67,14 +67,18 @@ class CheckedModel:
     error: str | None = None
 
     def count(self, severity: Severity) -> int:
+        """Count the problems of this severity."""
         return sum(problem.severity == severity for problem in self.problems)
 
 
 class CheckedFigure(NamedTuple):
+    """One figure of a target."""
+
     model: CheckedModel
     figure: Figure
 
     def sized(self, size: int | None) -> Cell:
+        """A value of the figure in its unit."""
         return size if size is None or self.figure.unit != "bytes" else Sized(size)
 
     @property
@@ -106,6 +110,8 @@ FIGURE_FIELDS: Final = Fields[CheckedFigure](
 
 
 class CheckedProblem(NamedTuple):
+    """One problem of a target."""
+
     model: CheckedModel
     problem: Problem
 
@@ -133,6 +139,7 @@ class Check(Answer):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
+        """The findings behind all problems, target by target."""
         return tuple(problem.finding for model in self.models for problem in model.problems)
 
     def worst(self) -> Severity | None:

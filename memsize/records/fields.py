@@ -289,6 +289,7 @@ class Fields(Generic[R]):
         return Fields(*fields, lacks=self._lacks, missing=self._missing)
 
     def record(self, row: R) -> dict[str, Any]:
+        """A row as files hold it."""
         return {entry.name: entry.get(row) for entry in self._fields if entry.in_files}
 
     def flat(self, rows: Iterable[R]) -> FlatTable:
@@ -302,6 +303,7 @@ class Fields(Generic[R]):
         )
 
     def cells(self, row: R, answer: Any = None) -> tuple[Cell, ...]:
+        """A row as documents draw it."""
         lacks, missing = self._lacks(row), self._missing(row)
         return tuple(_cell(entry, row, answer, lacks, missing) for entry in self.columns)
 

@@ -51,6 +51,7 @@ class Finding:
             _Sentence(AUTO).vformat(template, (), self.values)
 
     def text(self, unit: str = AUTO) -> str:
+        """The sentence, with byte figures in `unit`."""
         return _Sentence(unit).vformat(self.template, (), self.values)
 
     def in_brief(self, unit: str = AUTO) -> str:

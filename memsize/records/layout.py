@@ -217,6 +217,7 @@ class LayoutReport(Answer):
 
     @property
     def model(self) -> str:
+        """The model's name."""
         return self.audit.model
 
     def tables(self) -> dict[str, FlatTable]:

@@ -93,6 +93,7 @@ class RankRuns(Answer):
 
     @property
     def least(self) -> RankGroup:
+        """The ranks that need least."""
         return min(self.groups, key=_need)
 
     @property
@@ -110,6 +111,7 @@ class RankRuns(Answer):
 
     @property
     def program(self) -> str:
+        """The program's command line."""
         return self.groups[0].run.program
 
     def tables(self) -> dict[str, FlatTable]:

@@ -152,6 +152,7 @@ class Report(Answer):
 
     @property
     def totals(self) -> Totals:
+        """The totals of the layer table."""
         return totals(self.trace)
 
     @property
@@ -178,6 +179,7 @@ class Report(Answer):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
+        """The assumptions of all runs, without duplicates."""
         return tuple(dict.fromkeys(text for trace in self._traces for text in trace.assumptions))
 
     @property

@@ -80,6 +80,7 @@ def noun(role: str) -> str:
 
 
 def colour(role: str) -> str:
+    """Return the colour of a role, or of a key of `UNKNOWN`."""
     return (TITLES.get(role) or UNKNOWN[role]).colour
 
 

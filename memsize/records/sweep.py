@@ -90,6 +90,7 @@ def setting_text(value: object) -> object:
 
 
 def setting_cell(key: str, row: SweepRow) -> str | int | None:
+    """A setting of a cell as documents show it."""
     value = setting_text(row.settings.get(key))
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -169,6 +170,7 @@ SWEEP_TABLE: Final = ("outcome", "reserved", "device_to", "left", "parameters", 
 
 
 def varying(cells: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
+    """The settings in which cells differ."""
     settings_of_cells = tuple(cells)
     return tuple(key for key in COLUMNS if len({repr(settings.get(key)) for settings in settings_of_cells}) > 1)
 
@@ -200,6 +202,7 @@ class Sweep(Answer):
 
     @property
     def varying(self) -> tuple[str, ...]:
+        """The settings in which cells differ."""
         return varying(row.settings for row in self.sweep_rows)
 
     def tables(self) -> dict[str, FlatTable]:

@@ -168,9 +168,11 @@ class Timeline(Renderable):
         return PeakMoment(event, self.total[event], self.path(event), self.op[event], roles)
 
     def phase_at(self, event: int) -> Phase:
+        """The phase that `event` happens in."""
         return next(phase for phase in self.phases if event < phase.stop)
 
     def before(self, event: int) -> int:
+        """The live bytes before `event`."""
         return self.total[event - 1] if event else 0
 
     def columns(self, count: int) -> list[int]:
@@ -230,6 +232,7 @@ class Timeline(Renderable):
         return tuple(timeline)
 
     def path(self, event: int) -> str | None:
+        """The layer of `event`; None outside the model."""
         index = self.layer[event]
         return self.layers[index] if index >= 0 else None
 

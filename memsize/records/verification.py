@@ -105,6 +105,7 @@ class VerifiedRun:
 
     @property
     def comparisons(self) -> tuple[FigureComparison, ...]:
+        """One for each figure."""
         said, seen = self.prediction, self.measurement
         benchmark = seen.workload.benchmark
         comparisons = [
@@ -153,6 +154,7 @@ class Verification(Answer):
 
     @property
     def model(self) -> str:
+        """The model's name."""
         return self.runs[0].measurement.workload.model
 
     @property

@@ -72,6 +72,7 @@ def parsed_toml(file: Path) -> tuple[str, dict[str, Any]]:
 
 
 def refuse_unknown(kind: str, section: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+    """Raise `InputError` for a key of `section` that is none of `keys`."""
     keys = tuple(keys)
     for key in section:
         if key not in keys:

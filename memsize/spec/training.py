@@ -77,6 +77,7 @@ class Training:
 
     @property
     def is_own(self) -> bool:
+        """Whether the step is the target's own."""
         return self.optimizer == OWN
 
     @property

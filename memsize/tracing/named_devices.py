@@ -188,4 +188,5 @@ def host_place(tensor: Tensor) -> torch.device | None:
 
 
 def means_stand_ins(device: Any) -> bool:
+    """Whether tensors on `device` are stand-ins."""
     return device is not None and (named_gpu(device) is not None or torch.device(device).type == "meta")

@@ -216,7 +216,7 @@ def _next_step(stack: Stack, total: int) -> str:
     )
     name = re.split(r"[/\\]", script)[-1] or "SCRIPT.py"
     command = shlex.join(("memsize", "run", "--gpu", gpu, name))
-    return f"{command} shows what is alive there, and the batch that fits, without a GPU"
+    return f"{command} simulates the run without a GPU: what is alive where memory runs out, and the batch that fits"
 
 
 # -- findings ----------------------------------------------------------------------------------------------------------
@@ -241,14 +241,14 @@ def _limit(report: OutOfMemoryReport) -> Iterator[Finding]:
     values = sizes(free=failed.free, wanted=failed.bytes, allowed=report.allowed, reserved=report.reserved)
     if report.allowed is not None and report.reserved + failed.bytes > report.allowed:
         text = (
-            "The program may reserve {allowed} only, of which {reserved} were in use: "
-            "torch.cuda.set_per_process_memory_fraction or PYTORCH_CUDA_ALLOC_CONF set that limit."
+            "The process may reserve only {allowed}, and {reserved} were reserved: "
+            "torch.cuda.set_per_process_memory_fraction or PYTORCH_CUDA_ALLOC_CONF sets that limit."
         )
         yield Finding("error-limit", text, values, bytes=report.allowed)
     elif failed.free >= failed.bytes:
         text = (
-            "The GPU was not full: {free} were free for a request of {wanted}. A limit of the process refused it "
-            "(torch.cuda.set_per_process_memory_fraction), or the driver, as where the host has no memory left."
+            "The GPU was not full: {free} were free, and the request was for {wanted}. Either the process has a limit "
+            "(torch.cuda.set_per_process_memory_fraction), or the driver refused, as when the host runs out of memory."
         )
         yield Finding("error-limit", text, values, bytes=failed.free)
 
@@ -270,8 +270,8 @@ def _fragmentation(report: OutOfMemoryReport) -> Iterator[Finding]:
         yield Finding("error-fragmented", text, values, bytes=report.pieces)
     else:
         text = (
-            "Fragmentation is not the cause: only {free} are free inside reserved segments, and with them the request "
-            "would still lack {short}."
+            "Fragmentation is not the cause: only {free} are free inside reserved segments, and even with them the "
+            "request is {short} short."
         )
         yield Finding("error-not-fragmented", text, values, bytes=short)
 
@@ -286,7 +286,7 @@ def _other_processes(report: OutOfMemoryReport) -> Iterator[Finding]:
     values = sizes(sum=of_others, unseen=unseen)
     values["processes"] = tuple(str(process.number) for process in report.others)
     if unseen > of_others:
-        text = "Processes that PyTorch cannot see hold {unseen} of the GPU: those of other containers or users."
+        text = "Processes that PyTorch cannot see hold {unseen} of the GPU, such as those of other containers."
     elif of_others >= short > 0:
         text = "Other processes ({processes}) hold {sum} of the GPU; without them the request would fit."
     else:
@@ -294,24 +294,17 @@ def _other_processes(report: OutOfMemoryReport) -> Iterator[Finding]:
     yield Finding("error-other-processes", text, values, bytes=max(of_others, unseen))
 
 
-@RULES.rule("error-outside-pytorch")
-def _outside(report: OutOfMemoryReport) -> Iterator[Finding]:
-    if report.outside >= report.total * _WORTH_TELLING:
-        text = (
-            "{bytes} of this process lie outside PyTorch's allocator: the CUDA context and kernels, NCCL's buffers, "
-            "CUDA graphs, and libraries that allocate for themselves."
-        )
-        yield Finding("error-outside-pytorch", text, sizes(bytes=report.outside), bytes=report.outside)
-
-
-@RULES.rule("error-graph-pools")
-def _graph_pools(report: OutOfMemoryReport) -> Iterator[Finding]:
-    if report.pools >= report.total * _WORTH_TELLING:
-        text = (
-            "{bytes} are free in the pools of CUDA graphs, which only the graphs may use; PyTorch's message counts "
-            "them as allocated."
-        )
-        yield Finding("error-graph-pools", text, sizes(bytes=report.pools), bytes=report.pools)
+@RULES.rule("error-outside-pytorch", "error-graph-pools")
+def _without_tensors(report: OutOfMemoryReport) -> Iterator[Finding]:
+    texts = {
+        "outside-pytorch": "This process holds {bytes} outside PyTorch's allocator: the CUDA context and kernels, "
+        "NCCL's buffers, CUDA graphs, and libraries that allocate memory themselves.",
+        "graph-pools": "{bytes} are free in the private pools of CUDA graphs, where only the graphs can use them; "
+        "PyTorch's message counts them as allocated.",
+    }
+    for (code, text), size in zip(texts.items(), (report.outside, report.pools), strict=True):
+        if size >= report.total * _WORTH_TELLING:
+            yield Finding(f"error-{code}", text, sizes(bytes=size), bytes=size)
 
 
 @RULES.rule("error-small-request")
@@ -319,8 +312,8 @@ def _small_request(report: OutOfMemoryReport) -> Iterator[Finding]:
     tensor = _SEGMENTS.get(report.failed.bytes)
     if tensor is not None and report.failed.free < report.failed.bytes:
         text = (
-            "PyTorch requests {bytes} for any tensor of {tensor}: the GPU was full, and the line that failed need not "
-            "be one that needs much."
+            "PyTorch reserves {bytes} for any tensor of {tensor}: the GPU was full, so the line that failed is not "
+            "necessarily the one that needs the memory."
         )
         values = sizes(bytes=report.failed.bytes) | {"tensor": tensor}
         yield Finding("error-small-request", text, values, bytes=report.failed.bytes)

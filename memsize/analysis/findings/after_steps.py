@@ -64,10 +64,10 @@ def _with_gradients(run: ProgramRun) -> Iterator[Finding]:
     after = run.after
     if after is not None and after.graph >= _SMALL * (after.evaluation or 0) and after.graph:
         text = (
-            "The evaluation runs with gradients enabled, so {graph} of its {evaluation} at the peak are activations "
-            "for a backward that never comes" + (", made at {line}" if after.graph_line else "")
+            "The evaluation runs with gradients enabled: {graph} of its peak of {evaluation} are activations for a "
+            "backward that never runs" + (", made at {line}" if after.graph_line else "")
         )
-        text += ". Run it under torch.no_grad() or torch.inference_mode()."
+        text += ". Wrap it in torch.no_grad() or torch.inference_mode()."
         values = sizes(graph=after.graph, evaluation=after.evaluation) | {"line": after.graph_line}
         yield Finding("run-evaluation-with-gradients", text, values, bytes=after.graph, brief=text)
 

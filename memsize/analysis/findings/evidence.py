@@ -66,6 +66,7 @@ class Evidence:
         return f"{self.base} under {scenario}" if self.base else scenario
 
     def totals(self, scenario: str) -> Totals | None:
+        """The totals of a scenario, where it was run."""
         return totals(self.runs[scenario]) if scenario in self.runs else None
 
     @property

@@ -196,7 +196,8 @@ def _needs_gpus(run: ProgramRun) -> Iterator[Finding]:
         text = "The script trains on {count} GPUs: --gpus {count} simulates them."
         yield Finding("run-needs-gpus", text, {"count": match[1].count(",") + 1})
     elif "invalid device ordinal" in failure or failure == "AssertionError: Invalid device id":
-        text = "The script uses a GPU that is not simulated: --gpus {count} --one-process gives a process {count} GPUs."
+        text = "The script uses a GPU that is not simulated: --gpus {count} --one-process "
+        text += "simulates {count} in one process."
         yield Finding("run-needs-gpus", text, {"count": 2 * run.trace.world.local_size})
 
 
@@ -268,7 +269,7 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
         values |= {"program": largest.command.removeprefix("python ")}
         more = " memsize run {program} shows its breakdown."
         if not largest.command.startswith("python "):  # a process of multiprocessing
-            more = " A script that calls the function of this process itself shows its breakdown."
+            more = " For its breakdown, run a script that calls the function of this process directly."
         yield Finding("run-children", template + more, values, bytes=largest.high)
         return
     what = "A process" if len(run.gpu_children) == 1 else "The largest of {count} processes"
@@ -409,7 +410,7 @@ def _checkpoint_stays(run: ProgramRun) -> Iterator[Finding]:
     loaded = run.loaded_checkpoint
     if loaded is None or loaded.bytes < run.peak.requested * _SMALL_PART:
         return
-    template = "{bytes} of a loaded checkpoint stay on the GPU during training, as copies of what the model has"
+    template = "A loaded checkpoint keeps {bytes} on the GPU during training, beside the model that has its own copy"
     template += ". Load it with map_location='cpu'" + (", or del {name} after load_state_dict." if loaded.name else ".")
     values = {"bytes": Bytes(loaded.bytes), "name": loaded.name}
     yield Finding("run-checkpoint-stays", template, values, bytes=loaded.bytes, brief=template)

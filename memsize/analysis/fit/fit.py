@@ -71,6 +71,7 @@ class FitRequest:
             yield budget.name, self.variant(scenario, budget)
 
     def variant(self, scenario: Scenario, budget: Budget) -> RunVariant:
+        """Return the variant of a scenario on a budget, without remedies."""
         parallel = parse_parallel(budget.parallel) if budget.parallel else None
         return RunVariant(
             scenario,

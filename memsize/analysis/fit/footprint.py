@@ -100,6 +100,7 @@ class Footprint:
         return int(self.flow.deltas.cumsum().argmax()) if len(self.flow) else -1
 
     def live(self, event: int) -> int:
+        """Return the bytes of all tensors after an event."""
         return int(self.flow.deltas[: event + 1].sum())
 
     def most(self, phase: str) -> int | None:

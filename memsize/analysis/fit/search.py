@@ -58,6 +58,7 @@ class Search:
 
     @property
     def size(self) -> int:
+        """The largest size that fits, 0 for none."""
         return self._bracket()[0]
 
     @property

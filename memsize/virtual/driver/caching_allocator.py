@@ -95,6 +95,7 @@ class DeviceMemory:
 
     @property
     def reserved(self) -> int:
+        """Bytes of all segments."""
         self.follow()
         return self._allocator.memory.reserved * BLOCK
 
