@@ -99,7 +99,7 @@ def test_an_evaluation_with_gradients_keeps_a_graph_for_nothing(mode: str, tmp_p
     run = ran(tmp_path, TRAINING + evaluation, "1000", "8")
     kept = mode == "torch.enable_grad()"
     assert run.after is not None and run.after.evaluation is not None
-    assert (run.after.graph, run.after.graph_line) == ((64 * 128 * 256 * 4, "train.py:21") if kept else (0, None))
+    assert (run.after.graph_bytes, run.after.graph_line) == ((64 * 128 * 256 * 4, "train.py:21") if kept else (0, None))
     text = sentence(run, "run-evaluation-with-gradients")
     assert bool(text) == kept and (not kept or "are activations for a backward that never runs, made at" in text)
 

@@ -99,8 +99,8 @@ class AfterSteps(NamedTuple):
     and while a state was collected for a `checkpoint` (None: the script came to none).
 
     The evaluation saw `batches` of `of` (None: nobody knows how many there are), and each left `per_batch` behind, most
-    of it made at `line`. `graph` are the activations at its peak that were kept for a backward which never came, most
-    of them made at `graph_line`. `failure` and `failed_at` say what ended it early.
+    of it made at `line`. `graph_bytes` are the activations at its peak that were kept for a backward which never ran,
+    most of them made at `graph_line`. `failure` and `failed_at` say what ended it early.
     """
 
     training: Size
@@ -112,7 +112,7 @@ class AfterSteps(NamedTuple):
     line: str | None = None
     failure: str | None = None
     failed_at: str | None = None
-    graph: Size = 0
+    graph_bytes: Size = 0
     graph_line: str | None = None
 
     @property

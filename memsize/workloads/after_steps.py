@@ -171,12 +171,12 @@ class AfterSteps:
         collecting = [levels[i - 1] for numbers in self.checkpoints for i in numbers if 0 < i <= len(levels)]
         if not (evaluating or collecting or self.failure) or not end:
             return None
-        graph, graph_line = _graph(trace, levels, end)
+        graph_bytes, graph_line = _graph(trace, levels, end)
         record = Record(
             max(levels[:end]),
             max(evaluating, default=None),
             max(collecting, default=None),
-            graph=graph,
+            graph_bytes=graph_bytes,
             graph_line=graph_line,
         )
         if (error := self.failure) is not None:

@@ -62,14 +62,14 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
 def _with_gradients(run: ProgramRun) -> Iterator[Finding]:
     """Activations that an evaluation keeps for a backward that never comes."""
     after = run.after
-    if after is not None and after.graph >= _SMALL * (after.evaluation or 0) and after.graph:
+    if after is not None and after.graph_bytes >= _SMALL * (after.evaluation or 0) and after.graph_bytes:
         text = (
             "The evaluation runs with gradients enabled: {graph} of its peak of {evaluation} are activations for a "
             "backward that never runs" + (", made at {line}" if after.graph_line else "")
         )
         text += ". Wrap it in torch.no_grad() or torch.inference_mode()."
-        values = sizes(graph=after.graph, evaluation=after.evaluation) | {"line": after.graph_line}
-        yield Finding("run-evaluation-with-gradients", text, values, bytes=after.graph, brief=text)
+        values = sizes(graph=after.graph_bytes, evaluation=after.evaluation) | {"line": after.graph_line}
+        yield Finding("run-evaluation-with-gradients", text, values, bytes=after.graph_bytes, brief=text)
 
 
 def _remedy(after: AfterSteps) -> str:
