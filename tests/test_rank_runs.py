@@ -473,10 +473,10 @@ def test_a_script_for_torchrun_is_told_of_the_option(
             "raise ValueError('You requested gpu: [0, 1, 2]\\n But your machine only has: [0]')",
             "The script trains on 3 GPUs: --gpus 3 simulates them.",
         ),
-        ("torch.ones(4, device='cuda:1')", "--gpus 2 --one-process simulates 2 in one process"),
+        ("torch.ones(4, device='cuda:1')", "--gpus 2 --one-process simulates 2 of them in one process"),
         (
             "torch.nn.DataParallel(torch.nn.Linear(4, 4).cuda(), device_ids=[0, 1])",
-            "--gpus 2 --one-process simulates 2 in one process",
+            "--gpus 2 --one-process simulates 2 of them in one process",
         ),
     ],
 )

@@ -266,8 +266,10 @@ def out_of_memory(code: str, failed: FailedRequest, values: dict[str, object]) -
     """The finding `code` about a request that failed; `values` has the bytes ``requested`` by tensors and
     ``reserved``.
     """
-    text = "Out of memory{at}: PyTorch requested {bytes} and " + ("{free} were" if failed.free else "nothing was")
-    text += " free on the GPU. Tensors held {requested} of the {reserved} that PyTorch had reserved."
+    text = (
+        "Out of memory{at}: PyTorch requested {bytes} and {free} were free on the GPU. "
+        "Tensors held {requested} of the {reserved} that PyTorch had reserved."
+    )
     text += " This was the last of {times} failed requests." if failed.times > 1 else ""
     values |= {"at": f" at {failed.line}" if failed.line else "", "times": failed.times}
     values |= sizes(bytes=failed.bytes, free=failed.free)

@@ -196,8 +196,10 @@ def _needs_gpus(run: ProgramRun) -> Iterator[Finding]:
         text = "The script trains on {count} GPUs: --gpus {count} simulates them."
         yield Finding("run-needs-gpus", text, {"count": match[1].count(",") + 1})
     elif "invalid device ordinal" in failure or failure == "AssertionError: Invalid device id":
-        text = "The script uses a GPU that is not simulated: --gpus {count} --one-process "
-        text += "simulates {count} in one process."
+        text = (
+            "The script uses a GPU that is not simulated: "
+            "--gpus {count} --one-process simulates {count} of them in one process."
+        )
         yield Finding("run-needs-gpus", text, {"count": 2 * run.trace.world.local_size})
 
 
