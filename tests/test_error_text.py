@@ -190,7 +190,7 @@ OLDEST = (
 def test_the_forms_until_pytorch_2_0(text: str, tmp_path: Path) -> None:
     report = explained(text, tmp_path)
     assert (report.device, report.tensors, report.pieces, report.rest) == (1, 3 * GiB, 256 * MiB, 768 * MiB)
-    assert report.process is None and report.findings[0].text().count("and 0 MiB were free") == 1
+    assert report.process is None and report.findings[0].text().count("and 0 GiB were free") == 1
 
 
 def test_the_error_of_a_simulated_gpu_is_read_back(tmp_path: Path) -> None:
