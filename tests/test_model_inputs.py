@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 import memsize
-from memsize.errors import InputError
+from memsize.errors import ForwardError, InputError
 from tests.models import (
     cast_floating,
     inputs_from_data,
@@ -317,10 +317,25 @@ class Texts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype"), [("8", "int64"), ("input_ids=8", "int64"), ("8:int32", "int32"), ("8,4", "float32")]
+    ("text", "dtype"), [("8", "int64"), ("input_ids=8", "int64"), ("8:int32", "int32"), ("8,4:float32", "float32")]
 )
 def test_token_ids_are_integers(text: str, dtype: str) -> None:
-    """A shape of two dimensions are embeddings, which are floating."""
     model = Texts()
     model.embedding = nn.Embedding(10, 4) if "int" in dtype else nn.Identity()
     assert memsize.report(model, text).trace.inputs[0].spec.dtype == dtype
+
+
+def test_token_ids_with_their_batch_are_refused() -> None:
+    """torchinfo's sizes have the batch: (1, 2048) would be one sample of 1 × 2,048 numbers here."""
+    with pytest.raises(InputError) as caught:
+        memsize.report(Texts(), "1,2048")
+    assert str(caught.value) == (
+        "input_ids is given without the batch: input_size=2048 and batch_size=1, or 1,2048:int64 for 1 × 2048 "
+        "token ids per sample"
+    )
+
+
+@pytest.mark.parametrize("size", ["2048", "1,2048"])
+def test_an_embedding_of_floats_names_the_option(size: str) -> None:
+    with pytest.raises(ForwardError, match='an embedding looks up integers: input_size="2048:int64" batch_size=1'):
+        memsize.report(nn.Sequential(nn.Embedding(10, 4)), size)

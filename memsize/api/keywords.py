@@ -86,6 +86,7 @@ def _in_python(text: str, request: type) -> str:
     def keyword(flag: re.Match[str]) -> str:
         if flag[1] not in keywords or re.search(r"memsize [a-z-]+ [^,;:()]*$", text[: flag.start()]):
             return flag[0]
-        return keywords[flag[1]] + (flag[2] and "=")
+        key, value = keywords[flag[1]], flag[2]
+        return key if value is None else f"{key}={value}" if value.isdecimal() else f'{key}="{value}"'
 
-    return re.sub(r"(?<![\w-])(--[a-z][a-z-]*)((?: (?=\d))?)", keyword, text).replace("(in Python: ", "(")
+    return re.sub(r"(?<![\w-])(--[a-z][a-z-]*)(?: (\d(?:[\w,:]*\w)?))?", keyword, text).replace("(in Python: ", "(")

@@ -104,10 +104,20 @@ def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInput
 
 
 def _with_tokens(spec: InputSpec, model: nn.Module) -> InputSpec:
-    """`spec` as int64 where it has no dtype and stands for token ids, by its name or that of the model's main input."""
-    name = spec.name or (getattr(model, "main_input_name", "") if len(spec.shape) == 1 else "")
-    is_tokens = spec.dtype is None and isinstance(name, str) and name.endswith("_ids")
-    return replace(spec, dtype="int64") if is_tokens else spec
+    """`spec` as int64 where it has no dtype and stands for token ids, by its name or that of the model's main input.
+
+    Raises `InputError` where it has two dimensions, as the first of them is most often the batch.
+    """
+    name = spec.name or getattr(model, "main_input_name", "")
+    if spec.dtype is not None or not isinstance(name, str) or not name.endswith("_ids"):
+        return spec
+    if len(spec.shape) == 2 and spec.name is None:
+        first, second = spec.shape
+        raise InputError(
+            f"{name} is given without the batch: --input {second} and --batch-size {first}, or "
+            f"{first},{second}:int64 for {first} × {second} token ids per sample"
+        )
+    return replace(spec, dtype="int64")
 
 
 def inputs_from_data(data: Any) -> ModelInputs:

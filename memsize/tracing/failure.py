@@ -28,7 +28,7 @@ def explain(error: Exception, calls: ModuleCallRecorder, ledger: Ledger) -> tupl
         module.type,
         ledger.last_op or None,
         running.inputs if running else (),
-        _reason(error, module, phase),
+        _reason(error, module, phase, running.inputs if running else ()),
     )
     where = f"{failure.layer} ({failure.type})" if failure.layer else failure.type
     if phase == "backward":  # an op of the user's own announces nothing
@@ -48,7 +48,7 @@ _WITHOUT_LAYER = {
 """What to call a failure in each phase in which no layer runs."""
 
 
-def _reason(error: Exception, module: ModuleRecord, phase: str) -> str:
+def _reason(error: Exception, module: ModuleRecord, phase: str, inputs: tuple[str, ...]) -> str:
     message = message_of(error)
     text = first_line(error).partition(". This could be because")[0]
     plain = isinstance(error, (RuntimeError, ValueError, IndexError))
@@ -61,6 +61,8 @@ def _reason(error: Exception, module: ModuleRecord, phase: str) -> str:
     match = _DIMENSIONS.search(message)
     if match and int(match["actual"] or match["sizes"].count(",") + 1) == int(match["most"]) + 1:
         parts.append(_NO_BATCH)
+    elif _LOOK_UP in message and (shape := re.search(r"\[([\d,]+)\]", inputs[0] if inputs else "")):
+        parts.append(_token_ids(*shape[1].split(",")))
     else:
         parts += [advice for pattern, advice in _ADVICE.items() if re.search(pattern, message)][:1]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_outside(frame.filename)]
@@ -69,10 +71,19 @@ def _reason(error: Exception, module: ModuleRecord, phase: str) -> str:
     return "\n  ".join(parts)
 
 
+def _token_ids(batch: str, *sizes: str) -> str:
+    """The option for the input of an embedding that was floating, of the shape `batch`, `sizes`."""
+    if len(sizes) == 2:  # the first is most often a batch, for which the input has a dimension already
+        batch, sizes = sizes[0], sizes[1:]
+    size = f"{','.join(sizes)}:int64"
+    return f"an embedding looks up integers: --input {size} --batch-size {batch}"
+
+
 _DIMENSIONS = re.compile(
     r"(?P<most>\d)D (\(batched\) )?input( to \w+, but got input of size: \[(?P<sizes>[^]]*)\]| \(got (?P<actual>\d)D)"
 )
 """What a convolution and a batch norm say of an input with another number of dimensions."""
+_LOOK_UP = "Expected tensor for argument #1 'indices'"
 _NO_BATCH = "a size is given without the batch, which --batch-size sets (in Python: batch_size=8)"
 
 _ADVICE: dict[str, str] = {
@@ -84,9 +95,6 @@ _ADVICE: dict[str, str] = {
     "missing.* required positional argument": (
         "the forward takes more inputs: name each with --input name=SHAPE:DTYPE (in Python: give several sizes, or "
         "args and kwargs)"
-    ),
-    "Expected tensor for argument #1 'indices'": (
-        'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")'
     ),
     "object was expected, got builtin_function_or_method": (
         "PyTorch compiles rules at the first use of forward-mode gradients (jvp, hessian): "
