@@ -18,7 +18,7 @@ from memsize import AllocatorConfig, ProgramRun, Trace
 from memsize.documents import document
 from memsize.records.trace import DeferredFree
 from tests.gpus import replay, timeline
-from tests.programs import StreamOrder, gpu, record_of
+from tests.programs import AHEAD, StreamOrder, gpu, record_of
 from tests.ranks import Model, flat
 from tests.records import RecordStreamCost
 from tests.rules import lagging
@@ -186,6 +186,32 @@ def test_waiting_for_a_stream_that_waits_for_another_is_waiting_for_both() -> No
     assert streams.deferred(10) == (DeferredFree(0, 4), DeferredFree(1, 6))
 
 
+def test_the_program_is_at_most_1024_launches_ahead_of_a_stream() -> None:
+    streams, clock = order()
+    streams.use(7, SECOND)  # the first work of the second stream
+    streams.free(7, FIRST)
+    streams.launch(FIRST)
+    streams.wait(FIRST, streams.moment(SECOND))  # after the first launch of the first stream
+    for clock.now in range(2, 2 + AHEAD):  # launches 2 to 1,025: the last has no room until the first is done
+        streams.launch(FIRST)
+    assert streams.deferred(10) == (DeferredFree(0, -1),)
+    clock.now += 1
+    streams.launch(FIRST)  # once launch 2 is done, which comes after what its stream has waited for
+    assert streams.deferred(10) == (DeferredFree(0, 2 + AHEAD),)
+
+
+def test_a_stream_s_own_launches_free_what_was_handed_to_it() -> None:
+    streams, clock = order()
+    streams.use(7, SECOND)  # work 1
+    streams.free(7, FIRST)
+    for clock.now in range(1, AHEAD):
+        streams.launch(SECOND)  # up to work 1,024
+    assert streams.deferred(10) == (DeferredFree(0, -1),)
+    clock.now = AHEAD
+    streams.launch(SECOND)  # work 1,025 waits for work 1
+    assert streams.deferred(10) == (DeferredFree(0, AHEAD),)
+
+
 STEPS = st.one_of(
     st.tuples(st.just("free"), st.sampled_from((FIRST, SECOND, THIRD))),
     st.tuples(st.just("wait"), st.tuples(*[st.sampled_from((FIRST, SECOND, THIRD))] * 2)),
@@ -219,6 +245,56 @@ def test_a_block_is_free_once_a_path_leads_from_its_stream_to_the_program(steps:
             for each in last[what]:
                 reached.setdefault(each, number)
     assert streams.deferred(99) == tuple(DeferredFree(each, reached.get(each, -1)) for each in freed)
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+GATHERING = """
+    import os
+    import sys
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    os.environ["TORCH_NCCL_AVOID_RECORD_STREAMS"] = sys.argv[1]
+    part = torch.zeros(10 * 2**20, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        if "plain" in sys.argv:
+            whole = torch.empty(20 * 2**20, dtype=torch.uint8, device="cuda")
+            dist.broadcast(whole, 0)
+        else:
+            parts = torch.ops._c10d_functional.all_gather_into_tensor(part, 2, dist.group.WORLD.group_name)
+            whole = torch.ops._c10d_functional.wait_tensor(parts)
+            del parts
+        for _ in range(int(sys.argv[2])):
+            whole.add_(1)
+        if "read" in sys.argv:
+            whole[0].item()
+"""
+
+
+@pytest.mark.parametrize(
+    ("stack", "arguments", "most"),
+    [
+        # segments of 10 and twice 20 MiB; or else a third of 20 MiB, for what the second result leaves waiting
+        ("torch=2.7", ("0", "1"), 70 * MiB),
+        ("torch=2.7", ("0", "1", "read"), None),
+        ("torch=2.7", ("0", "1024"), 70 * MiB),
+        ("torch=2.7", ("0", "1025"), None),  # the last has no room until the first of them runs, after the collective
+        ("torch=2.7", ("1", "1"), None),
+        ("torch=2.7", ("0", "1", "plain"), None),  # one that the program waits for itself
+        ("torch=2.8", ("0", "1"), None),
+    ],
+)
+def test_collectives_hand_their_buffers_to_a_stream_before_release_2_8(
+    stack: str, arguments: tuple[str, ...], most: int | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "gather.py"
+    script.write_text(textwrap.dedent(GATHERING))
+    run = memsize.run(script, arguments, gpu="a100", gpus=2, stack=stack, steps=0)
+    assert isinstance(run, ProgramRun)
+    assert run.peak.reserved == 50 * MiB
+    assert (run.peak.lag and run.peak.lag.reserved) == most
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ _RECEIVED: Final = "what this rank receives on the CPU stays as it is before"
 _ROOT: Final = 3
 """Position of the root rank, which gets the result, in the arguments of ``c10d::reduce_``."""
 _WAITING: Final = ("wait_tensor", "_wrap_tensor_autograd")
+_ASYNCHRONOUS: Final = ("async_op", "asyncOp")
 _ON_BUFFERS: Final = "c10d"
 """Namespace of operators that write to existing buffers. The others return new ones, and have `meta` kernels."""
 
@@ -90,6 +91,14 @@ def kind_of(func: Any) -> CollectiveKind | None:
 def is_given_buffers(func: Any) -> bool:
     """Whether `func` works on buffers that its caller passes, and returns no new ones."""
     return bool(func.namespace == _ON_BUFFERS)
+
+
+def is_asynchronous(func: Any, args: Any) -> bool:
+    """Whether the program goes on while a collective runs: each that makes its result, and others that say so."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name in _ASYNCHRONOUS:
+            return bool(value)
+    return True
 
 
 def waits(func: Any) -> bool:

@@ -92,7 +92,7 @@ def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     yield Tensor, "pin_memory", lambda t, *device: host_memory.pin(t)
     yield Tensor, "is_pinned", lambda t, *device: host_memory.holds(t)
     yield torch.autograd.graph.save_on_cpu, "__init__", _save_on_cpu
-    yield Tensor, "record_stream", lambda t, stream: ledger.hand_over(t, stream)
+    yield Tensor, "record_stream", lambda t, stream: ledger.hand_over(t, (stream.device_index, stream.stream_id))
     yield Tensor, "type_as", lambda t, other: t.to(other)
     yield wrapping(Tensor, "type", _type)
     yield Tensor, "_make_wrapper_subclass", staticmethod(calling(_make_wrapper, Tensor._make_wrapper_subclass))

@@ -17,7 +17,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, ModuleType, SimpleNamespace
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 import torch.cuda.nvtx
@@ -66,6 +66,8 @@ from memsize.virtual.program_modules import WRAPPERS
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
+_STASHING: Final = (2, 8)
+"""The first release whose NCCL collectives hold their buffers instead of recording streams (pytorch/pytorch#150398)."""
 _SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
 _APART = frozenset(
     {
@@ -112,6 +114,7 @@ def virtual_gpu(
         _refuse_second_gpu()
         regions.callback(_forget_answers)
         ledger.alone = not group.is_joined()
+        ledger.records_streams = (driver.stack.release or _STASHING) < _STASHING
         regions.enter_context(group.started(world))
         devices = ledger.devices = driver.devices = DeviceAssignment(world, default)
         for part in (driver, devices, ledger.order, collectives.RunningReduction()):

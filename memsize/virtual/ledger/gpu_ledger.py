@@ -11,6 +11,7 @@ it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -32,6 +33,7 @@ from memsize.ranks.collectives import (
     bytes_moved,
     carry_over,
     group_of,
+    is_asynchronous,
     is_given_buffers,
     kind_of,
     waited,
@@ -47,7 +49,7 @@ from memsize.tracing.ledger import Workspaces
 from memsize.virtual.device_assignment import HOST, any_own_meta, claim, gpu_of, is_own_meta, on_gpu, taken_to_gpu
 from memsize.virtual.host_memory import staged_for_host
 from memsize.virtual.ledger.gpu_storages import GpuStorages, thread
-from memsize.virtual.ledger.stream_order import host_waits
+from memsize.virtual.ledger.stream_order import Queue, host_waits
 from memsize.virtual.nested_tensors import STRIDED, is_refused
 
 _META: Final = torch.device("meta")
@@ -58,6 +60,8 @@ _TO_COPY: Final = torch.ops.aten._to_copy.default
 _COPY: Final = torch.ops.aten.copy_.default
 _SET_STORAGE: Final = torch.ops.aten.set_.source_Storage_storage_offset
 """As `torch.load` makes tensors."""
+_AVOIDS: Final = "TORCH_NCCL_AVOID_RECORD_STREAMS"
+_TRUE: Final = ("1", "y", "yes", "t", "true")
 _NEEDS_GPU: Final = (RuntimeError, ImportError, OSError, AssertionError)
 """What code raises that does not find its GPU."""
 
@@ -74,6 +78,8 @@ class VirtualLedger(GpuStorages):
         super().__init__(workspaces, allocate)
         self._groups: dict[str, int] = {}
         """The groups of processes that collectives on the GPU were among, by name: each with its number."""
+        self.records_streams = False
+        """Whether collectives hand their buffers to NCCL's streams, as PyTorch did before 2.8."""
         self.alone = True
         """Whether this process runs without the others of its group, if it is in one: collectives are answered here."""
         self.absent = False
@@ -134,8 +140,11 @@ class VirtualLedger(GpuStorages):
         else:
             result = self._run_body(backend, func, types, args, kwargs)
         if self.order.waiting and host_waits(func, args, kwargs):
-            self.order.synchronize(self.order.moment((self.devices.index, self.current_stream())))
+            self.order.synchronize(self.order.moment(self._queue()))
         return result
+
+    def _queue(self) -> Queue:
+        return self.devices.index, self.current_stream()
 
     # -- compiled code -------------------------------------------------------------------------------------------------
 
@@ -231,6 +240,8 @@ class VirtualLedger(GpuStorages):
                 for tensor in taken_to_gpu(args) if device is None else ():
                     self.enter(tensor, "temporary", self.op_facts[func].name)
                 result = super().__torch_dispatch__(func, types, args, kwargs)
+                if self.order.hands_over and not self.op_facts[func].composite and _launches(func):
+                    self.order.launch(self._queue())
                 self._follow_clues(func, args, result)
                 on_cpu = device is not None and device.type == "cpu"
                 return self.host_memory.pin(result) if pins and on_cpu else result
@@ -340,9 +351,21 @@ class VirtualLedger(GpuStorages):
                 self.sent(kind, moved, group.size(), before, number, stream)
                 for tensor in buffers:
                     self.mark(tensor, "communication")
+                if self.records_streams and is_asynchronous(func, args):
+                    self._record_stream(number, [*arguments_in(args), *buffers])
             elif kind is not None and has_buffers:
                 self.evaluator.rely_on(alike(kind))
         return result
+
+    def _record_stream(self, group: int, buffers: list[torch.Tensor]) -> None:
+        """Hand the buffers of a collective to its group's stream, which the program's waits for before it goes on."""
+        if os.environ.get(_AVOIDS, "").lower() in _TRUE:
+            return
+        stream = self.devices.index, -1 - group
+        self.order.wait(stream, self.order.moment(self._queue()))
+        for buffer in buffers:
+            self.hand_over(buffer, stream)
+        self.order.wait(self._queue(), self.order.moment(stream))
 
 
 def _is_plain_on_cpu(value: Any) -> bool:
@@ -363,6 +386,20 @@ def _with_numbers_as_tensors(func: Any, args: Any) -> Any:
         else value
         for index, value in enumerate(args)
     )
+
+
+_WITHOUT_KERNEL: Final = frozenset(
+    "empty empty_like empty_permuted empty_strided new_empty new_empty_strided _unsafe_view _reshape_alias lift_fresh "
+    "resize_ set_".split()
+)
+
+
+@cache
+def _launches(func: Any) -> bool:
+    """Whether an op launches a kernel, and is none that only calls others."""
+    returns = func._schema.returns
+    is_view = returns and all(value.alias_info and not value.alias_info.is_write for value in returns)
+    return not (is_view or func._overloadpacket.__name__ in _WITHOUT_KERNEL)
 
 
 @cache

@@ -39,7 +39,7 @@ from memsize.tracing.run_position import RunPosition
 from memsize.tracing.saved_tensors import SavedTensor, without_graph
 from memsize.virtual.device_assignment import HOST, DeviceAssignment
 from memsize.virtual.host_memory import HostMemory
-from memsize.virtual.ledger.stream_order import StreamOrder
+from memsize.virtual.ledger.stream_order import Queue, StreamOrder
 
 _aten: Any = torch.ops.aten
 _accumulating: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -364,11 +364,11 @@ class GpuStorages(Ledger):
         if index in self.order.used:
             self.order.free(index, (self.devices.index, self.streams.get(index, 0)))
 
-    def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
+    def hand_over(self, tensor: torch.Tensor, queue: Queue) -> None:
         """``tensor.record_stream(stream)``: once it is freed, its memory waits for that stream."""
         for piece in plain_tensors(tensor):
             if (index := self.index_of(piece)) >= 0:
-                self.order.use(index, (stream.device_index, stream.stream_id))
+                self.order.use(index, queue)
 
     def share(self, part: torch.UntypedStorage, whole: torch.UntypedStorage) -> None:
         """The memory of `part` is that of `whole`, which is there as long as the part is."""

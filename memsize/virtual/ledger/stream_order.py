@@ -1,8 +1,9 @@
 """Synchronization of CUDA streams: work the host has waited for, and freed blocks that other streams may still use.
 
 A block that `record_stream` handed to other streams is reused once these have done what was queued when it was freed.
-When a GPU gets there is not known, only by when it must have: where the program waits for it. Each such block is
-numbered in the queues of its streams, and streams wait for each other up to such a number, as by a vector clock.
+When a GPU gets there is not known, only by when it must have: where the program waits for it, or has launched so much
+more that the launch itself waits. The work of each stream is numbered, and streams wait for each other up to such a
+number, as by a vector clock.
 
 Source: PyTorch's c10/cuda/CUDACachingAllocator.cpp (recordStream, free, insert_events, process_events).
 """
@@ -10,7 +11,7 @@ Source: PyTorch's c10/cuda/CUDACachingAllocator.cpp (recordStream, free, insert_
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -33,6 +34,9 @@ _READS = frozenset(
 """Ops that return, or make as much as says, a number that the GPU computes."""
 _STREAMS: Final = 32
 """How many streams a process really has beside the default one (c10/cuda/CUDAStream.cpp)."""
+AHEAD: Final = 1024
+"""How many launches a stream queues; the next waits for the first of them. "About 1,000 kernels" for each stream, as
+measured in https://forums.developer.nvidia.com/t/68937 and https://stackoverflow.com/q/53970187."""
 Queue = tuple[int, int]
 """A stream of a GPU: the numbers of both."""
 Moment = Counter[Queue]
@@ -49,25 +53,42 @@ class StreamOrder:
         """How many events there are."""
         self.used: dict[int, set[Queue]] = {}
         """The streams that each live storage was handed to."""
+        self.hands_over = False
+        """Whether any storage was: before, nobody needs to count launches."""
         self._queues: defaultdict[Queue, Counter[Queue]] = defaultdict(Counter)
         """For each stream, the moment at which all that is queued on it is done."""
+        self._waits: defaultdict[Queue, deque[tuple[int, Moment]]] = defaultdict(deque)
+        """What each stream waits for that is not known to be done, after how many launches."""
         self._done = Counter[Queue]()
-        self.waiting: dict[int, Moment] = {}
-        """The events that freed blocks which may not be free yet, each with the moment at which its block is."""
+        self.waiting: dict[int, int] = {}
+        """The events that freed blocks which may not be free yet, each with the number of streams that it waits for."""
+        self._freed: defaultdict[Queue, deque[tuple[int, int]]] = defaultdict(deque)
+        """Those that wait for each stream, after its work of which number."""
         self._until: dict[int, int] = {}
 
     def use(self, storage: int, queue: Queue) -> None:
-        """`record_stream` handed a storage to a stream."""
+        """`record_stream` handed a storage to a stream, whose work uses it."""
+        self.hands_over = True
         self.used.setdefault(storage, set()).add(queue)
+        self._queues[queue][queue] += 1
+
+    def launch(self, queue: Queue) -> None:
+        """Queue a kernel on a stream, which waits until there is room for it."""
+        number = self._queues[queue][queue] = self._queues[queue][queue] + 1
+        if number > AHEAD:
+            waits, done = self._waits[queue], Counter({queue: number - AHEAD})
+            while waits and waits[0][0] < number - AHEAD:
+                done |= waits.popleft()[1]
+            self.synchronize(done)
 
     def free(self, storage: int, own: Queue) -> None:
         """The next event frees a storage whose memory is of stream `own`."""
-        moment = Counter[Queue]()
+        event = self._now()
         for queue in self.used.pop(storage, set()) - {own}:
-            self._queues[queue][queue] += 1
-            moment[queue] = self._queues[queue][queue]
-        if moment:
-            self.waiting[self._now()] = moment
+            number = self._queues[queue][queue]
+            if number > self._done[queue]:
+                self._freed[queue].append((number, event))
+                self.waiting[event] = self.waiting.get(event, 0) + 1
 
     def moment(self, queue: Queue) -> Moment:
         """The moment at which what is queued on a stream by now is done."""
@@ -76,11 +97,20 @@ class StreamOrder:
     def wait(self, queue: Queue, moment: Moment) -> None:
         """Let work that is queued on a stream from now on begin after `moment`."""
         self._queues[queue] |= moment
+        self._waits[queue].append((self._queues[queue][queue], moment))
 
     def synchronize(self, moment: Moment) -> None:
         """Let the program wait, before the next event, until `moment` has come."""
-        self._done |= moment
-        for event in [event for event, awaited in self.waiting.items() if awaited <= self._done]:
+        for queue, number in moment.items():
+            if number > self._done[queue]:
+                self._done[queue] = number
+                freed = self._freed[queue]
+                while freed and freed[0][0] <= number:
+                    self._let_go(freed.popleft()[1])
+
+    def _let_go(self, event: int) -> None:
+        self.waiting[event] -= 1
+        if not self.waiting[event]:
             del self.waiting[event]
             self._until[event] = self._now()
 
