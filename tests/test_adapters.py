@@ -170,6 +170,25 @@ def test_the_weight_is_unpacked_in_forward_and_again_in_backward(base: str, forw
     assert (made.count("forward"), made.count("backward")) == (forward, backward)
 
 
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_bitsandbytes_converts_the_conv1d_of_transformers_too(base: str) -> None:
+    """transformers puts its layers in place of `Conv1D`, with the transposed weight, as in place of `Linear`."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    plain, transposed = (
+        nn.Sequential(make(64, 192), nn.ReLU(), make(192, 64)) for make in (nn.Linear, lambda k, n: conv1d(n, k))
+    )
+    traces = [
+        memsize.trace(model, (64,), batch_size=4, optimizer="adamw", lora="r=8", base=base, scenario="bf16").trace
+        for model in (plain, transposed)
+    ]
+    assert deltas(traces[0]) == deltas(traces[1])
+    frozen = [tensor.bytes for tensor in traces[1].tensors if tensor.wrapper]
+    elements = 64 * 192
+    rows = (192, 64)
+    four_bits = [elements // 2 + 4 * elements // 64 + 4 * 16] * 2
+    assert frozen == (four_bits if base == "nf4" else [elements + 4 * outputs for outputs in rows])
+
+
 def test_int8_products_keep_their_input() -> None:
     """What `MatMul8bitLt` keeps, and the int32 product that it takes."""
     net = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 256, bias=False))
@@ -354,6 +373,9 @@ def test_a_base_that_leaves_the_experts_says_so() -> None:
 def test_an_imbalance_without_experts_says_so() -> None:
     (note,) = (note for note in memsize.report(Net(), (WIDTH,), imbalance=1.5).notes if "imbalance" in note)
     assert note.startswith("no experts were recognized in the model")
+    mixture = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts())
+    (note,) = (note for note in memsize.report(mixture, (WIDTH,), imbalance=1.5).notes if "imbalance" in note)
+    assert note.startswith("all experts of a layer share one weight: an imbalance matters to loops over them")
 
 
 def test_a_report_says_when_adapters_cannot_help() -> None:

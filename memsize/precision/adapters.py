@@ -21,7 +21,7 @@ from memsize.loading.hubs import quiet
 from memsize.loading.library_imports import torchvision_importable
 from memsize.model.meta_copy import MetaCopier
 from memsize.precision.layouts import base_layout
-from memsize.precision.quantized import ADAPTER, BASE, WHOLE, converts, is_adapter, is_unpacked
+from memsize.precision.quantized import ADAPTER, BASE, WHOLE, converts, is_adapter, is_conv1d, is_unpacked
 from memsize.spec.training import ADAPTER_OPTIONS, BASES, PEFT_CONFIGS, Adapter, TrainedParts, matches
 
 _PROJECTION = nn.modules.linear.NonDynamicallyQuantizableLinear
@@ -142,8 +142,8 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, int]]
             continue
         if isinstance(module, nn.Linear):
             yield path, module, module.in_features, module.out_features
-        elif type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nx", None), int):
-            yield path, module, int(module.nx), int(module.nf)
+        elif is_conv1d(module):
+            yield path, module, *module.weight.shape
 
 
 def _targets(

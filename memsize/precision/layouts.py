@@ -57,7 +57,8 @@ class Layout:
 
     `modules` are the classes of `torch.nn` that it converts, `subclasses` whether it also takes classes derived from
     them. `weight` gives the parts of one weight from its shape and floating dtype, `skips` why a weight of some shape
-    is left alone (None: it is not). A `packed` layout takes the bias into the packed object too. `claims` is the dtype
+    is left alone (None: it is not). `transposed`: it also converts the `Conv1D` of transformers, whose weight it
+    transposes. A `packed` layout takes the bias into the packed object too. `claims` is the dtype
     that the quantized weight shows to PyTorch: None for the dtype that it had. `kernel` says how its layers multiply
     (`memsize.precision.quantized.run_as`). `heads`: it converts the output layer of a transformers model too, and
     `experts`: the 3-dimensional weights of its experts, whatever their class.
@@ -71,6 +72,7 @@ class Layout:
     converts: str = "Linear"
     modules: tuple[str, ...] = ("Linear",)
     subclasses: bool = True
+    transposed: bool = False
     packed: bool = False
     claims: str | None = None
     skips: Callable[[Shape], str | None] = lambda shape: None
@@ -177,7 +179,7 @@ def _not_in_blocks(block: int, kind: str, shape: Shape) -> str | None:
 
 _NF4 = Layout(
     "nf4", "bitsandbytes' 4-bit Linear", "bitsandbytes Params4bit", nf4_blocks, "copy freed",
-    claims="uint8", note="without double quantization", heads=False,
+    claims="uint8", note="without double quantization", heads=False, transposed=True,
 )  # fmt: skip
 _TABLE = (
     Layout(
@@ -196,7 +198,7 @@ _TABLE = (
     replace(_NF4, name="fp4"),
     Layout(
         "int8", "bitsandbytes' LLM.int8", "bitsandbytes Int8Params", llm_int8_rows, "int8 product",
-        claims="int8", heads=False,
+        claims="int8", heads=False, transposed=True,
     ),
     Layout(
         "mxfp4", "MXFP4", "MXFP4", mxfp4_blocks, "copy freed", claims="uint8", heads=False, experts=True,

@@ -89,6 +89,11 @@ def is_adapter(module: nn.Module) -> bool:
     return ADAPTER in vars(module)
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether `module` is a linear layer of transformers with the weight [in, out], as GPT-2 has."""
+    return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nx", None), int)
+
+
 def converts(model: nn.Module, layout: Layout) -> bool:
     return bool(_converted(model, layout, _skipped_by_default(model, layout))[0])
 
@@ -189,7 +194,8 @@ def _left_alone(module: nn.Module, path: str, layout: Layout) -> str | None:
     if layout.experts and _has_experts(module):
         return None
     classes = tuple(getattr(nn, name) for name in layout.modules)
-    if not (isinstance(module, classes) if layout.subclasses else type(module) in classes):
+    is_converted = isinstance(module, classes) if layout.subclasses else type(module) in classes
+    if not is_converted and not (layout.transposed and is_conv1d(module)):
         return f"{layout.library} converts {layout.converts} only"
     if layout.packed and not path:
         return f"{layout.library} converts modules inside a model, not the model itself"
@@ -234,6 +240,7 @@ def _parts(module: nn.Module, layout: Layout) -> dict[str, Parts]:
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.dim() >= least:
             shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
+            shape = shape[::-1] if is_conv1d(module) else shape
             make = layout.weight if parameter.dim() > 1 else partial(layout.bias, type(module).__name__)
             replacing[name] = make(shape, dtype)
     return {name: parts for name, parts in replacing.items() if parts}
@@ -315,14 +322,15 @@ def run_as(kernel: Kernel, modules: Iterable[nn.Module]) -> None:
     Sources: torchao's `Int8Tensor` and `Float8Tensor` (a weight-only linear multiplies by a copy of the weight in the
     input's dtype, which autograd keeps for the input's gradient), bitsandbytes 0.50's `MatMul4Bit` and `gemm_4bit` (a
     copy in the forward and one in the backward, none kept), its `MatMul8bitLt` (see `_UnpackedLinear`), transformers'
-    `FP8LinearFunction` (a copy in the backward), torch.ao (int8 kernels without a gradient).
+    `FP8LinearFunction` (a copy in the backward), torch.ao (int8 kernels without a gradient). In place of `Conv1D`,
+    transformers puts bitsandbytes' layers with the transposed weight (5.23, `integrations/bitsandbytes.py`).
     """
     for module in modules:
         if kernel == "no gradient":
             vars(module)["forward"] = torch.no_grad()(module.forward)
         elif kernel == "copy kept" and isinstance(module, nn.Linear):
             vars(module)["forward"] = partial(_with_copy, module)
-        elif kernel in _UNPACKED and isinstance(module, nn.Linear):
+        elif kernel in _UNPACKED and (isinstance(module, nn.Linear) or is_conv1d(module)):
             vars(module)["forward"] = partial(_unpacked, kernel, module)
 
 
@@ -338,10 +346,11 @@ def _with_copy(module: nn.Linear, x: Tensor) -> Tensor:
     return functional.linear(x, module.weight.to(x.dtype, copy=True), module.bias)
 
 
-def _unpacked(kernel: Kernel, module: nn.Linear, x: Tensor) -> Any:
+def _unpacked(kernel: Kernel, module: Any, x: Tensor) -> Any:
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     bias = None if module.bias is None else module.bias.to(dtype)
-    result = _UnpackedLinear.apply(x.to(dtype), module.weight, bias, kernel)  # type: ignore[no-untyped-call]
+    weight = module.weight.t() if is_conv1d(module) else module.weight
+    result = _UnpackedLinear.apply(x.to(dtype), weight, bias, kernel)  # type: ignore[no-untyped-call]
     return result.to(x.dtype)
 
 
