@@ -125,6 +125,17 @@ def test_assumptions_and_notes_come_once() -> None:
     assert report.remarks == ("mine", *structures.notes)
 
 
+def test_a_frozen_model_shows_nothing_about_backward() -> None:
+    """Its forward keeps nothing, so that a training step up to backward and autocast's gain mean nothing."""
+    report = memsize.report(nn.Linear(8, 8).requires_grad_(False), (8,), scenarios="fp32,amp-bf16")
+    bars, text = document(report).bars(), str(report)
+    assert bars is not None and bars.title == "in memory when the forward starts"
+    tables = [part for part in document(report).sections() if isinstance(part, Table) and part.title == "Scenarios"]
+    names = {column.name for column in tables[0].columns}
+    assert names & {"saved_bytes", "training", "inference"} == {"inference"}
+    assert "Autocast leaves the parameters in float32" in text and "every batch size" not in text
+
+
 def test_to_json_writes_what_it_returns(tmp_path: Path) -> None:
     text = records.toy_report().to_json(tmp_path / "report.json")
     assert (tmp_path / "report.json").read_text(encoding="utf-8") == text

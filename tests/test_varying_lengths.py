@@ -43,6 +43,9 @@ def test_a_batch_is_as_long_as_its_longest_text(tmp_path: Path) -> None:
     lengths = parse_lengths(str(file))
     assert isinstance(lengths, Lengths) and lengths == 9
     assert lengths.batches(3, 2) == [7, 9, 7]  # 7 3, 9 4, 1 7
+    file.write_text("7\n3.5\n", "utf-8")
+    with pytest.raises(InputError, match=r"lengths\.txt has '3\.5' where a length in tokens should be"):
+        parse_lengths(str(file))
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,11 @@ def _notes(model: nn.Module, subject: ModelRequest) -> tuple[str, ...]:
     experts, fused = expert_parameters(model)
     if subject.imbalance != 1 and not experts:
         notes.append("no experts were recognized in the model: imbalance only affects choices by top-k, argmax or sort")
+    elif subject.imbalance != 1 and experts == fused:
+        notes.append(
+            "all experts of a layer share one weight: an imbalance matters to loops over them and under --parallel ep; "
+            "grouped products take the same memory"
+        )
     if subject.base is not None and fused and not base_layout(subject.base).experts:
         notes.append(
             f"{subject.base} converts linear layers only: the experts' weights, {fused:,} parameters, stay as the "

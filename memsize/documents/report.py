@@ -125,11 +125,12 @@ class ReportDocument(Document[Report]):
         """The bytes alive at the peaks of training steps, or else those in memory when backward starts, by scenario.
 
         Each byte is counted once there: a saved input counts as kept. Of a forward that keeps nothing for backward, as
-        that of a pipeline, it is the peak on the GPU.
+        that of a pipeline, it is the peak on the GPU, or what is there before the forward.
         """
         report = self.answer
         peaks = {"a training step": [(result.label, result.training) for result in report.scenario_results]}
-        if not any(result.totals and result.totals.saved_bytes for result in report.scenario_results):
+        keeps = _keeps_for_backward(report)
+        if not keeps:
             peaks["inference"] = [(result.label, result.inference) for result in report.scenario_results]
         for what, estimates in peaks.items():
             if looks := [(label, estimate.roles) for label, estimate in estimates if estimate]:
@@ -143,7 +144,8 @@ class ReportDocument(Document[Report]):
                 sizes |= {"attribute": sums.attribute_bytes, "master weight": sums.master_bytes}
                 sizes |= {"cast copy": sums.cast_bytes, "kept": sums.saved_bytes - sums.saved_cast_bytes}
                 rows.append((result.label, sizes | {"input": sums.input_bytes - sums.saved_input_bytes}))
-        return Bars.of("in memory when backward starts", _PARTS, rows) if report.scenario_results else None
+        moment = "backward" if keeps else "the forward"
+        return Bars.of(f"in memory when {moment} starts", _PARTS, rows) if report.scenario_results else None
 
     def scenes(self) -> tuple[ScenarioView, ...]:
         report = self.answer
@@ -351,6 +353,11 @@ def _added(rows: Collection[Row]) -> Row:
     return Row("", "", 0, (), **sums, multiply_adds=sum(counts) if counts else None)
 
 
+def _keeps_for_backward(report: Report) -> bool:
+    """Whether anything is kept for backward: not by a pipeline, or a model whose parameters are all frozen."""
+    return any(result.totals and result.totals.saved_bytes for result in report.scenario_results)
+
+
 def scenario_table(report: Report) -> Table:
     """The scenarios side by side, each figure beside its share of float32's where that is known."""
     compared = report.fp32 and len(report.scenario_results) > 1
@@ -358,6 +365,8 @@ def scenario_table(report: Report) -> Table:
     remarks = said_once(
         Remark(entry.name, entry.status, entry.reason) for entry in report.scenario_results if entry.reason
     )
+    if not _keeps_for_backward(report):
+        fields = fields.without("saved_bytes", "training", "saved_bytes_of_fp32", "training_of_fp32")
     table = Table.of("scenarios", "Scenarios", fields, report.scenario_rows, remarks=remarks)
     return table.without_empty("buffers", "unregistered", "master", "cast")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Final
 
-from memsize.errors import InputError, UnknownInputError, first_line, suggestion
+from memsize.errors import InputError, UnknownInputError, first_line, quoted, suggestion
 from memsize.records.trace import InputTensor
 
 BATCH: Final = "batch"
@@ -225,9 +225,11 @@ def parse_lengths(text: str | int) -> int:
     if not os.path.isfile(text):
         raise InputError(f"cannot read the sequence length {text!r}: {_WRITTEN}")
     try:
-        samples = [int(line) for line in Path(text).read_text("utf-8").split()]
+        words = Path(text).read_text("utf-8").split()
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read lengths from {text}: {first_line(error)}") from None
-    if not samples:
+    if wrong := next((word for word in words if not word.isdecimal()), None):
+        raise InputError(f"{text} has {quoted(wrong)} where a length in tokens should be: one whole number per line")
+    if not (samples := list(map(int, words))):
         raise InputError(f"{text} has no lengths: {_WRITTEN}")
     return Lengths(min(samples), max(samples), samples=samples)

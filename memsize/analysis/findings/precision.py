@@ -122,6 +122,8 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
         return
     if evidence.spread and evidence.spread.shards_parameters:  # which trains by FSDP's mixed precision, not autocast
         return
+    if crossing is not None and not (crossing.first or crossing.second):
+        crossing = None  # nothing is kept for backward: all of the model is frozen
     pays = ""
     if crossing is not None and crossing.batch is None:
         pays = " With this input autocast needs more memory than float32 at every batch size."
