@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -111,6 +112,8 @@ def _options(query: str, text: str, name: str) -> tuple[tuple[str, object], ...]
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not key.isidentifier():
             raise TargetError(f"cannot read {part!r} in {text!r}: write it like {name}?width=64")
+        if re.search(r",\s*\w+=", value):
+            raise TargetError(f"cannot read {part!r} in {text!r}: & separates arguments, as in {name}?width=64&depth=2")
         options[key] = parse_value(value)
     return tuple(options.items())
 
