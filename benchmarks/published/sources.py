@@ -228,7 +228,7 @@ _ALL: Final = (
         "gpumemnet/transformers",
         "transformers, whole steps",
         "random encoders, whole trainings with Adam",
-        "https://github.com/itu-rad/GPUMemNet, Datasets/Transformers, rows at seven places of the file",
+        "https://github.com/itu-rad/GPUMemNet, Datasets/Transformers, rows at eight places of the file",
         "A100 40GB",
         "torch=2.4,cuda=12.1,loading=eager",
         "device",
