@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +19,8 @@ from memsize.spec.requests import GenerateRequest, ServeRequest
 from memsize.spec.scenario import refuse_compiled, select, selected
 
 if TYPE_CHECKING:
+    from memsize.analysis.runner import Runner
+    from memsize.analysis.serving.server import Drafter
     from memsize.records.generation import GenerationReport
     from memsize.records.report import Report
     from memsize.records.serving import ServingReport
@@ -164,8 +167,29 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
             loaded.name, loaded.model, inputs, training=False, gpu=where, stack=gpu.releases, whole=model.whole
         )
         allocator = AllocatorConfig.of(gpu.allocator, gpu.releases.release)
-        server = Server(runner, prompts, request.serving, allocator, report_progress)
-        return server.report(scenarios, loaded.notes)
+        speculation, tp = request.serving.speculation, request.serving.tensor_parallel_size
+        with _drafter(speculation.model if speculation else None, tp, runner, report_progress) as draft:
+            server = Server(runner, prompts, request.serving, allocator, report_progress, draft)
+            return server.report(scenarios, loaded.notes)
+
+
+@contextmanager
+def _drafter(
+    name: str | None, gpus: int, target: Runner, report_progress: Callable[[str], None]
+) -> Iterator[Drafter | None]:
+    """The model that drafts tokens for a server, loaded while this is open."""
+    if name is None:
+        yield None
+        return
+    from memsize.analysis.serving.server import Drafter
+
+    model = ModelRequest.of(name, mode="eval")
+    if gpus > 1:
+        model = _one_of(gpus, model, report_progress)
+    with model_of(model, report_progress, target.gpu.name) as loaded:
+        prompts = prompts_of(model, loaded)
+        runner = replace(target, name=loaded.name, model=loaded.model, inputs=prompts(1), whole=model.whole)
+        yield Drafter(runner, prompts)
 
 
 def _one_of(gpus: int, model: ModelRequest, report_progress: Callable[[str], None]) -> ModelRequest:

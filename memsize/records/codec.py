@@ -181,7 +181,7 @@ def _named_values(cls: Any) -> Coder:
     inner = {name: coder(hint) for name, hint in typing.get_type_hints(cls).items()}
 
     def read(data: Any) -> Any:
-        if not isinstance(data, dict) or data.keys() != inner.keys():
+        if not isinstance(data, dict) or not cls.__required_keys__ <= data.keys() <= inner.keys():
             raise TypeError(f"expected the keys of {cls.__name__}, found {data!r:.60}")
         return {name: inner[name].read(value) for name, value in data.items()}
 

@@ -22,7 +22,17 @@ class LayerGroup(NamedTuple):
     window: int | None = None
 
 
-class ServingArguments(TypedDict):
+class LaterArguments(TypedDict, total=False):
+    """Arguments of a server that older files lack: adapters in a step, their largest rank, the method of speculative
+    decoding, and the tokens that it drafts."""
+
+    loras: int
+    lora_rank: int
+    speculative: str | None
+    drafted: int
+
+
+class ServingArguments(LaterArguments):
     """The arguments of a server: `memsize.spec.generation.ServerArguments` by the names that answers have for them."""
 
     server: str

@@ -12,6 +12,7 @@ from memsize.records.gpu import Card
 from memsize.spec.options import check_fields, option
 from memsize.spec.server_rules import PLAIN, GraphSizes, Rules, ServedKind, Setting
 from memsize.spec.servers import engine_on, rules_of
+from memsize.spec.speculation import Speculation
 from memsize.spec.vary import Vary
 from memsize.units import parse_bytes
 
@@ -201,6 +202,19 @@ def searched_generation(vary: Vary, generation: Generation | None, prompt: int |
     return replace(generation or Generation(), prompt=PROMPT if prompt is None else prompt)
 
 
+LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM takes (`MaxLoRARanks` in config/lora.py)."""
+_LORAS: Final = {"vLLM": 1, "SGLang": 8}
+"""Adapters in a step (`max_loras`; `max_loras_per_batch`)."""
+_LORA_RANK: Final = 16
+DRAFTS_SINCE: Final = dict.fromkeys(("eagle3", "eagle", "ngram"), (0, 9, 0)) | {
+    "mtp": (0, 10, 0),
+    "draft_model": (0, 17, 0),
+}
+"""The releases of vLLM's engine V1 whose drafts were read (v1/spec_decode)."""
+NGRAM_SINCE: Final = (0, 29, 0)
+"""Before, its second model runner took no ngram (`_get_v2_model_runner_unsupported_features` in config/vllm.py)."""
+
 KV_BYTES: Final = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """The dtypes of a paged cache other than the model's own, and their bytes."""
 
@@ -217,6 +231,8 @@ class Serving:
     have (None: the model's positions). `tensor_parallel_size` GPUs hold a part of each layer. `kv_cache_dtype` is a
     name of `KV_BYTES`, None for the model's own. `kv_cache_memory` is the size of the cache, in place of what is left.
     `enforce_eager` compiles nothing and captures no CUDA graphs. At a `first_start` nothing is compiled yet.
+    With `enable_lora` there are slots for `max_loras` adapters of up to `max_lora_rank`. `speculative_config` is vLLM's
+    JSON (`Speculation.parse`).
     """
 
     server: str | None = option(
@@ -247,6 +263,16 @@ class Serving:
     )
     enforce_eager: bool = option(False, "Compile nothing, and capture no CUDA graphs.")
     first_start: bool = option(False, "Compile the model while its step is measured.")
+    enable_lora: bool = option(False, "Hold slots for LoRA adapters beside the weights.")
+    max_loras: int | None = option(
+        None,
+        "Adapters in a step.",
+        shown="1; SGLang: 8",
+        least=1,
+        flags=("--max-loras", "--max-loras-per-batch"),
+    )
+    max_lora_rank: int | None = option(None, "Largest rank of an adapter.", shown="vLLM: 16", least=1)
+    speculative_config: str | None = option(None, "Draft tokens before each step, as vLLM has it.", metavar="JSON")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -258,6 +284,31 @@ class Serving:
             raise InputError(f"first_start has no effect: {what} compiles nothing")
         if self._cache_bytes is not None and self._cache_bytes < 1:
             raise InputError("kv_cache_memory is the size of a cache, such as 40GiB")
+        self._check_adapters()
+        self._check_speculation()
+
+    def _check_adapters(self) -> None:
+        rank, is_vllm = self.max_lora_rank, self.rules.server == "vLLM"
+        if not self.enable_lora:
+            name = "max_loras" if self.max_loras else "max_lora_rank" if rank else None
+            if name:
+                raise InputError(f"{name} has no effect without enable_lora")
+            return
+        if rank is None and not is_vllm:
+            raise InputError(f"give max_lora_rank: {self.rules.name} reads it from the adapters")
+        if is_vllm and rank is not None and rank not in LORA_RANKS:
+            lower = [str(size) for size in LORA_RANKS if size < rank][-1:]
+            higher = [str(size) for size in LORA_RANKS if size > rank][:1]
+            raise InputError(f"max_lora_rank is {rank}: the nearest that vLLM takes is {' or '.join(lower + higher)}")
+
+    def _check_speculation(self) -> None:
+        draft = self.speculation
+        if draft is None:
+            return
+        since = DRAFTS_SINCE[draft.method]
+        if self.rules.server != "vLLM" or self.rules.version < since:
+            first = ".".join(map(str, since))
+            raise InputError(f"{draft.method} is covered for vLLM from {first} on, not for {self.rules.name}")
 
     @property
     def _cache_bytes(self) -> int | None:
@@ -268,9 +319,16 @@ class Serving:
     def rules(self) -> Rules:
         return rules_of(self.server)
 
+    @property
+    def speculation(self) -> Speculation | None:
+        return Speculation.parse(self.speculative_config)
+
     def chosen(self, card: Card, context: int, *, images: float = 0, kind: ServedKind = PLAIN) -> ServerArguments:
         """Fill in what the server chooses on `card`, for requests of `context` tokens to a model of a `kind`."""
-        rules = engine_on(self.rules.serving(kind), card)
+        own, draft = self.rules, self.speculation
+        if draft and draft.method == "ngram" and own.version < NGRAM_SINCE:
+            own = replace(own, second=lambda _: False)
+        rules = engine_on(own.serving(kind), card)
         if self.enforce_eager and rules.gate == "never":
             rules = replace(rules, gate="but in Llama")
         defaults = rules.choose(card, Setting(context, self.tensor_parallel_size, images, kind.is_latent))
@@ -293,10 +351,23 @@ class Serving:
             tp=self.tensor_parallel_size,
             kv_dtype=self.kv_cache_dtype,
             kv_bytes=self._cache_bytes,
-            graphs=rules.graph_sizes(card, tokens, seqs) if rules.graphs and not self.enforce_eager else None,
+            graphs=self._graphs(rules, card, tokens, seqs),
             compiles=rules.compiled and self.first_start and not self.enforce_eager,
+            loras=(self.max_loras or _LORAS[rules.server]) if self.enable_lora else 0,
+            lora_rank=(self.max_lora_rank or _LORA_RANK) if self.enable_lora else 0,
+            speculation=draft,
             defaults=tuple(text for value, text in filled_in if value is None),
         )
+
+    def _graphs(self, rules: Rules, card: Card, tokens: int, seqs: int) -> GraphSizes | None:
+        """The CUDA graphs: of drafted tokens too, and with adapters each once more, for steps that have none
+        (`cudagraph_specialize_lora` in config/compilation.py).
+        """
+        if not rules.graphs or self.enforce_eager:
+            return None
+        draft, times = self.speculation, 2 if self.enable_lora else 1
+        sizes = rules.graph_sizes(card, tokens, seqs * (draft.tokens + 1 if draft else 1))
+        return sizes._replace(piecewise=sizes.piecewise * times, full=sizes.full * times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +376,8 @@ class ServerArguments:
 
     `tokens` and `seqs` are those of one step, `context` is the length of a request, `kv_bytes` a size of the cache that
     is set (None: what is left). `graphs` are the CUDA graphs whose memory is taken off the cache. It `compiles` the
-    model while it measures the step. `defaults` are the arguments that the server chose, in words.
+    model while it measures the step. It holds `loras` adapters of `lora_rank` (0: none), and drafts tokens by its
+    `speculation`. `defaults` are the arguments that the server chose, in words.
     """
 
     rules: Rules
@@ -319,6 +391,9 @@ class ServerArguments:
     kv_bytes: int | None = None
     graphs: GraphSizes | None = None
     compiles: bool = False
+    loras: int = 0
+    lora_rank: int = 0
+    speculation: Speculation | None = None
     defaults: tuple[str, ...] = ()
 
     @property
@@ -340,4 +415,8 @@ class ServerArguments:
             "tp": self.tp,
             "kv_dtype": self.kv_dtype,
             "kv_bytes": self.kv_bytes,
+            "loras": self.loras,
+            "lora_rank": self.lora_rank,
+            "speculative": self.speculation.method if self.speculation else None,
+            "drafted": self.speculation.tokens if self.speculation else 0,
         }

@@ -88,7 +88,7 @@ class Rules:
     it holds where `by_requests`. An estimate of the memory of CUDA graphs is taken off where `graphs` says how it is
     made (or it is made and ignored): each but the first counts as the second does, or the piecewise ones are measured.
     Blocks are for `block` tokens by default. `second` tells which models the second model runner serves, whose counts
-    of tokens are part of what is measured where `counts`.
+    of tokens are part of what is measured where `counts`. Adapters have slots in experts where it `adapts_experts`.
     """
 
     server: str
@@ -120,6 +120,7 @@ class Rules:
     graphs: GraphEstimate | None = None
     second: Callable[[ServedKind], bool] = lambda _: False
     counts: bool = False
+    adapts_experts: bool = False
     unread: tuple[str, str] | None = None
 
     @property

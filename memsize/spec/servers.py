@@ -142,8 +142,8 @@ _VLLM: Final = (
     Change((0, 10, 2), "requirements", {"torch": "2.8"}),
     Change(
         (0, 11, 1),
-        "config/compilation.py `benchmark_combo_kernel`; requirements",
-        {"torch": "2.9", "benchmarks": True},
+        "config/compilation.py `benchmark_combo_kernel`; lora/layers/fused_moe.py; requirements",
+        {"torch": "2.9", "benchmarks": True, "adapts_experts": True},
     ),
     Change((0, 12, 0), "v1/core/kv_cache_utils.py: 1.25 times", {"padding": 1.25}),
     Change(

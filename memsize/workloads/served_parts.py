@@ -6,7 +6,7 @@ import copy
 import inspect
 import re
 import sys
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from memsize.errors import InputError
 from memsize.loading.hubs import checkpoint_config_of
 from memsize.records.gpu import Card
+from memsize.spec.generation import ServerArguments
 from memsize.spec.server_rules import Rules, ServedKind
 from memsize.workloads.serving import text_config
 
@@ -129,6 +130,41 @@ def mxfp4_padding(model: Any, rules: Rules, card: Card) -> int:
             before = 3 * sizes[0] * sizes[1] * 17 // 32 + (2 * sizes[0] + sizes[1]) * 2
             size += experts * (stored + biases - before)
     return size
+
+
+_ADAPTED_VOCABULARY: Final = re.compile("llama|mistral|mixtral|granite|nemotron|jamba|exaone|falcon_h1|lfm2|minicpm")
+"""Types of models that name their embedding and head among `embedding_modules` (vLLM's `model_executor/models`)."""
+_ADAPTED_LATER: Final = re.compile("qwen3(?!_vl|_next|_omni)")
+_ADAPTED_SINCE: Final = (0, 17, 0)
+
+
+def adapter_slots(model: Any, served: ServerArguments) -> int:
+    """Bytes of the two stacks of matrices that a server has for adapters of each linear layer, of the largest rank
+    (`create_lora_weights` in vLLM's lora/layers/base_linear.py, `LoRAMemoryPool` in SGLang's lora/mem_pool.py): a
+    sharded layer's second one is sharded with it. Experts have their own (fused_moe.py there), and in vLLM some models'
+    embedding and head, which are whole on each GPU.
+
+    Known limit: adapters of a router, and up to vLLM 0.11 256 tokens that an adapter may add, are not counted.
+    """
+    if not served.loras:
+        return 0
+    rules, config, width = served.rules, text_config(model), 0
+    body = model.base_model
+    for path, module in body.named_modules():
+        if _ENCODER.search(path):
+            continue
+        if isinstance(module, nn.Linear):
+            width += module.in_features + module.out_features
+        elif rules.adapts_experts and isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            experts = module.down_proj.shape[0]
+            inner = module.down_proj[0].numel() // config.hidden_size
+            first = 1 if hasattr(module, "gate_up_proj_bias") else 2  # gpt-oss has one matrix for gate and up
+            width += experts * (first * config.hidden_size + 2 * inner + inner + config.hidden_size)
+    kind, vllm = str(config.model_type), rules.server == "vLLM"
+    later = _ADAPTED_LATER.match(kind) and rules.version >= _ADAPTED_SINCE
+    if vllm and (_ADAPTED_VOCABULARY.match(kind) or later):
+        width += 2 * (config.vocab_size * served.tp + config.hidden_size)
+    return int(served.loras * served.lora_rank * width * model.dtype.itemsize)
 
 
 def _swizzled(inner: int, hidden: int, rules: Rules) -> int:

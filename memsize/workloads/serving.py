@@ -54,7 +54,8 @@ class ProfileRun(Workload):
     """One step without a cache, by the `rules` of a release: the last tokens of `seqs` texts (of 0: no head) are
     sampled; `tp` cards share the vocabulary, of so many multiprocessors. Images that are among the inputs are read too
     where it runs `with_images`. The products with NVFP4 weights are in `fp4` where the GPU has such. Where Inductor
-    times its kernels it has a buffer of `flushed` bytes beside each.
+    times its kernels it has a buffer of `flushed` bytes beside each. `aux_states` of the layers stay for a draft. Where
+    it `rejects` drafted tokens, one of each sequence is (`_dummy_sampler_run` in vLLM's v1/worker/gpu_model_runner.py).
     """
 
     rules: Rules
@@ -64,6 +65,8 @@ class ProfileRun(Workload):
     with_images: bool = False
     fp4: bool = False
     flushed: int = 0
+    aux_states: int = 0
+    rejects: bool = False
 
     @property
     def proof(self) -> Proof:
@@ -93,10 +96,14 @@ class ProfileRun(Workload):
         _keep_states(body)
         with run.recording(), torch.no_grad(), setup.precision.autocast():
             tokens = kwargs["input_ids"] if "input_ids" in kwargs else next(iter(tensors_in(args)))
+            model: Any = setup.model
+            shape = *tokens.shape, text_config(model).hidden_size
+            aux = [torch.empty(shape, dtype=model.dtype, device=tokens.device) for _ in range(self.aux_states)]
             hidden = body(**(kwargs if self.with_images else {"input_ids": tokens}), use_cache=False).last_hidden_state
             if not self.seqs:
                 run.result = hidden
                 return run.trace()
+            aux.clear()
             last = hidden[: self.seqs, -1].contiguous()
             states = torch.rand_like(last) if self.rules.randomizes else last
             width = getattr(head, "weight", states).dtype
@@ -104,6 +111,11 @@ class ProfileRun(Workload):
             if self.tp > 1:
                 logits = torch.cat([logits] * self.tp, dim=-1)
             run.result = _sampled(logits, self.rules.sampler, self.processors)
+            if self.rejects:
+                drafted = torch.cat([logits, logits])
+                states = drafted[: len(logits)].float()
+                run.result = _sampled(states.clone(), self.rules.sampler, self.processors)
+                del drafted, states
         return run.trace()
 
 

@@ -7,10 +7,10 @@ blocks (`_get_kv_cache_groups_uniform_page_size`). Where the tokens of one kind 
 more of them (`unify_kv_cache_spec_page_size`).
 
 Latent attention (MLA) keeps one vector for each token, whatever the number of cards (`MLAAttentionSpec`). A layer with
-a state, as in Mamba, has one block for each request (`MambaSpec`, where prefixes are not cached), and blocks are made
-so large that one holds its state (`HybridAttentionMambaModelConfig` of `vllm/model_executor/models/config.py`). A state
-has the dtype of the model, and one input less than its convolution is wide (`mamba_utils.py` of
-`vllm/model_executor/layers/mamba`).
+a state, as in Mamba, has one block for each request (`MambaSpec`, where prefixes are not cached), and one more for each
+token that is drafted (`num_speculative_blocks`); blocks are made so large that one holds its state
+(`HybridAttentionMambaModelConfig` of `vllm/model_executor/models/config.py`). A state has the dtype of the model, and
+one input less than its convolution is wide (`mamba_utils.py` of `vllm/model_executor/layers/mamba`).
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ _OF_WINDOW = 0.8
 class BlockLayout:
     """The groups of layers that have tables of blocks of their own, and the bytes of a block, which all share.
 
-    `tokens` are those of a block of each group; 0 where one block is for a whole request.
+    `tokens` are those of a block of each group; 0 where a request has `state_blocks`, whatever its length.
     """
 
     groups: tuple[LayerGroup, ...]
     block_bytes: int
     tokens: tuple[int, ...]
+    state_blocks: int = 1
 
     def notes(self, block: int) -> tuple[str, ...]:
         """Return notes for the report; `block` is the number of tokens per block that the user wants."""
@@ -63,7 +64,7 @@ class BlockLayout:
         count = 0
         for group, tokens in zip(self.groups, self.tokens, strict=True):
             if not tokens:
-                count += 1
+                count += self.state_blocks
             elif group.window is None:
                 count += -(-context // tokens)
             else:

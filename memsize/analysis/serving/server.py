@@ -7,7 +7,7 @@ what vLLM sets aside for CUDA graphs (`graph_memory`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -51,17 +51,20 @@ from memsize.records.gpu import Interval
 from memsize.records.serving import ServingReport, ServingRow
 from memsize.records.trace import StoredPart, Trace
 from memsize.spec.generation import KV_BYTES, Generation, ServerArguments, Serving
-from memsize.spec.scenario import Scenario
+from memsize.spec.scenario import Scenario, select
 from memsize.spec.server_rules import Rules
 from memsize.spec.stack import Stack
-from memsize.units import MiB
+from memsize.units import MiB, format_bytes
+from memsize.workloads.drafts import aux_states, head_beside, predicted_layers, predicted_weights
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
 from memsize.workloads.kv_caches import CachedLayer
 from memsize.workloads.served_parts import (
+    adapter_slots,
     encoder_elsewhere,
     has_states,
     latent_copies,
     mxfp4_padding,
+    part_of,
     rotary_tables,
     served_kind,
     vocabulary_padding,
@@ -93,9 +96,17 @@ _PROMPT = 8
 _ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
 
 
+class Drafter(NamedTuple):
+    """A model that drafts tokens, as one GPU stores it."""
+
+    runner: Runner
+    prompts: Prompts
+
+
 class Profile(NamedTuple):
     """A largest step: the bytes of the weights, those that are free in their segments, those that the step needs beyond
-    them, those that are free in its segments, the ops that it runs, and the memory of CUDA graphs.
+    them, those that are free in its segments, the ops that it runs, and the memory of CUDA graphs. `drafting` are those
+    of the weights that draft tokens.
     """
 
     weights: int
@@ -104,6 +115,7 @@ class Profile(NamedTuple):
     free: int
     ops: frozenset[str]
     graphs: Interval
+    drafting: int
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,9 @@ class Server:
     serving: Serving
     allocator: AllocatorConfig
     progress: Callable[[str], None] = lambda _: None
+    draft: Drafter | None = None
+    _traces: dict[tuple[Runner, str], tuple[Trace, Sequence[Sequence[CachedLayer]]]] = field(default_factory=dict)
+    """A decoded token, by model and scenario."""
     _profiles: dict[tuple[object, ...], Profile] = field(default_factory=dict)
     """By model and step."""
     _quantized: dict[str, Trace] = field(default_factory=dict)
@@ -152,6 +167,7 @@ class Server:
         remedied = None if starts else self._remedied(scenarios[ran], config, context)
         beyond = f"the model has positions for {most or 0:,} tokens: vLLM refuses a longer context ({_ALLOWED})"
         notes = (*notes, *([beyond] if most and context > most else []), *layouts[0].notes(served.block))
+        notes = (*notes, *self._included(served))
         budget = self._budget(served)
         return ServingReport(
             model=self.runner.name,
@@ -167,6 +183,17 @@ class Server:
             notes=tuple(dict.fromkeys(notes)),
             assumptions=tuple(assumptions(rows[ran], served, reads_images(self.runner.model))),
         )
+
+    def _included(self, served: ServerArguments) -> Iterator[str]:
+        """Notes on what the weights include."""
+        if served.loras:
+            adapters = f"{served.loras} adapter{'s' * (served.loras > 1)}"
+            size = format_bytes(adapter_slots(self.runner.model, served))
+            yield f"the weights include {size} for {adapters} of rank {served.lora_rank} or less in each linear layer"
+        drafting = max((profile.drafting for profile in self._profiles.values()), default=0)
+        if served.speculation and drafting:
+            tokens = f"{served.speculation.tokens} token{'s' * (served.speculation.tokens > 1)}"
+            yield f"the weights include {format_bytes(drafting)} to draft {tokens} before each step"
 
     def _config(self) -> Any:
         """The config of the model; raises `InputError` for a model that is not covered."""
@@ -187,6 +214,9 @@ class Server:
     def _remedied(self, scenario: Scenario, config: Any, context: int) -> Remedied:
         def needed(model: ServedModel) -> Need:
             server = replace(self, runner=model.runner, serving=model.serving)
+            if self.draft and (tp := model.serving.tensor_parallel_size) > self.serving.tensor_parallel_size:
+                part = part_of(self.draft.runner.model, tp, self.draft.runner.name)
+                server = replace(server, draft=Drafter(replace(self.draft.runner, model=part), self.draft.prompts))
             served = arguments_of(model.runner, model.serving, context)
             layout = server._layout(model.scenario, config, served)
             row = server._row(ServingRow("", ""), model.scenario, layout, served)
@@ -197,12 +227,54 @@ class Server:
         return remedies_for_server(ServedModel(self.runner, self.serving, scenario), context, needed)
 
     def _layout(self, scenario: Scenario, config: Any, served: ServerArguments) -> BlockLayout:
+        layers, rules = self._cached_layers(scenario, config, served), served.rules
+        if self.draft is not None:
+            alone, own = self._drafting(self.draft)
+            layers += alone._cached_layers(own, text_config(alone.runner.model), served)
+        elif served.speculation and served.speculation.method == "mtp":
+            attention = [layer for layer in layers if layer.kind != STATE]
+            layers += attention[-1:] * predicted_layers(self.runner.model)
+        window = getattr(config, "sliding_window", None)
+        if not rules.profiles:
+            layers = pooled(layers, self.runner.name, rules, served_kind(self.runner.model, is_quantized=False))
+        layout = block_layout(
+            layers, window, served.block, self.runner.name, windows=rules.windows, padding=rules.padding
+        )
+        return replace(layout, state_blocks=1 + (served.speculation.tokens if served.speculation else 0))
+
+    def _drafting(self, draft: Drafter) -> tuple[Server, Scenario]:
+        """The server of a draft alone, whose weights are as its own config has them."""
+        serving = replace(self.serving, speculative_config=None, enable_lora=False, max_loras=None, max_lora_rank=None)
+        (scenario,) = served_scenarios(select("as-given"), draft.runner.model, serving.rules)
+        return replace(self, runner=draft.runner, prompts=draft.prompts, serving=serving, draft=None), scenario
+
+    def _drafted(self, scenario: Scenario, served: ServerArguments, trace: Trace) -> int:
+        """Bytes of the weights by which tokens are drafted; `trace` is one of the model's steps."""
+        speculation, draft = served.speculation, self.draft
+        if speculation is None or speculation.method == "ngram":
+            return 0
+        if draft is None:
+            return predicted_weights(self.runner.model, trace, self.runner.name)
+        (alone, own), model = self._drafting(draft), draft.runner.model
+        weights = loaded_weights(alone._decoded(own)[0], self.allocator, repacks=False).allocated
+        if speculation.reads_states:
+            return weights + head_beside(speculation.method, model, self.runner.model, served.tp)
+        return weights + rotary_tables(model) + (vocabulary_padding(model) if served.tp == 1 else 0)
+
+    def _decoded(self, scenario: Scenario) -> tuple[Trace, Sequence[Sequence[CachedLayer]]]:
+        """Trace a prompt and one token more, with what each layer then caches."""
+        key = self.runner, scenario.name
+        if key not in self._traces:
+            workload = GenerationSteps(Generation(prompt=_PROMPT, max_new_tokens=2))
+            trace = self.runner.with_inputs(self._texts(_PROMPT), 1).run(workload, scenario)
+            self._traces[key] = trace, workload.record.steps
+        return self._traces[key]
+
+    def _cached_layers(self, scenario: Scenario, config: Any, served: ServerArguments) -> list[CachedLayer]:
         self.progress(f"{scenario.name}: the cache of one token")
-        workload = GenerationSteps(Generation(prompt=_PROMPT, max_new_tokens=2))
-        trace = self.runner.with_inputs(self._texts(_PROMPT), 1).run(workload, scenario)
+        trace, steps = self._decoded(scenario)
         if scenario.recipe == "quantized":
             self._quantized[scenario.name] = trace
-        steps = workload.record.steps
         cached = (storage for storage in trace.storages if storage.role == "KV cache" and storage.bytes)
         own = min((storage.bytes // math.prod(storage.shape) for storage in cached), default=1)
         width = own if self.serving.kv_cache_dtype is None else KV_BYTES[self.serving.kv_cache_dtype]
@@ -221,16 +293,14 @@ class Server:
             layers += [max(layers, key=lambda layer: layer.bytes)] * len(crossed)
         if self.serving.tensor_parallel_size > 1 and any(layer.states for layer in steps[1]):
             raise InputError(f"{self.runner.name} keeps states as in Mamba: memsize does not divide those among GPUs")
-        window = getattr(config, "sliding_window", None)
-        rules = served.rules
-        if not rules.profiles:
-            layers = pooled(layers, self.runner.name, rules, served_kind(self.runner.model, is_quantized=False))
-        return block_layout(
-            layers, window, served.block, self.runner.name, windows=rules.windows, padding=rules.padding
-        )
+        return layers
 
     def _row(self, row: ServingRow, scenario: Scenario, layout: BlockLayout, served: ServerArguments) -> ServingRow:
-        run = self.runner, scenario, served.tokens, served.seqs, served.tp, served.rules, served.graphs, served.compiles
+        run = (
+            self.runner,
+            scenario,
+            replace(served, context=0, kv_dtype=None, kv_bytes=None, utilization=0, block=0, defaults=()),
+        )
         profile = self._profiles.get(run) or self._profiles.setdefault(run, self._profiled(scenario, served))
         graphs, outside = profile.graphs, self._outside(profile, served)
         row = replace(row, weights=profile.weights, profile=profile.step, non_torch=outside, graphs=graphs)
@@ -280,7 +350,17 @@ class Server:
             seqs = max(1, min(seqs, served.tokens // image.tokens))
         length = served.tokens // seqs  # fewer than `seqs` tokens are left over
         inputs = self.prompts(length) if in_step else self._texts(length)
-        run = ProfileRun(rules, seqs, served.tp, processors(runner.gpu)[1], in_step, self._multiplies_fp4())
+        draft = served.speculation
+        run = ProfileRun(
+            rules,
+            seqs,
+            served.tp,
+            processors(runner.gpu)[1],
+            in_step,
+            self._multiplies_fp4(),
+            aux_states=aux_states(draft.method, self.draft.runner.model) if draft and self.draft else 0,
+            rejects=draft is not None and rules.randomizes,
+        )
         timed = flushed(served, runner.gpu) if served.compiles else Interval(0, 0)
         peaks: list[int] = []
         for size in sorted(set(timed), reverse=True):
@@ -299,10 +379,14 @@ class Server:
         quantized = checkpoint_config_of(runner.model) is not None
         copies = latent_copies(runner.model, absorbed=rules.absorbs, quantized=quantized)
         tables = rotary_tables(runner.model) + padding + copies - encoder_elsewhere(runner.model, served.tp)
-        tables += mxfp4_padding(runner.model, rules, runner.gpu)
+        tables += mxfp4_padding(runner.model, rules, runner.gpu) + adapter_slots(runner.model, served)
         if copies and rules.absorbs:  # they are computed, so that a workspace of cuBLAS is there before the step
             workspace = max((storage.bytes for storage in trace.storages if storage.role == "workspace"), default=0)
             step, tables = step - workspace, tables + workspace
+        drafting = self._drafted(scenario, served, trace)
+        tables += drafting
+        if draft and draft.method != "ngram" and rules.slack:  # states that the draft reads (`hidden_states` there)
+            step += served.tokens * text_config(runner.model).hidden_size * runner.model.dtype.itemsize
         ops = frozenset(distinct(trace.events, "op") - {""})
         loading = replace(self.allocator, max_split_size=_UNSPLIT) if rules.unsplit else self.allocator
         weights = loaded_weights(trace, loading, repacks=rules.products != "unpacks")
@@ -317,7 +401,7 @@ class Server:
             vocabulary = text_config(runner.model).vocab_size * served.tp
             step += served.seqs * (vocabulary + -(-vocabulary // 32)) * 4
         step = step if rules.profiles else 0
-        return Profile(weights.allocated + tables, slack, step, free, ops, self._graphs(scenario, served))
+        return Profile(weights.allocated + tables, slack, step, free, ops, self._graphs(scenario, served), drafting)
 
     def _graphs(self, scenario: Scenario, served: ServerArguments) -> Interval:
         captured, kind, config = served.graphs, served.rules.graphs, text_config(self.runner.model)

@@ -166,7 +166,10 @@ def assumptions(row: ServingRow, served: ServerArguments, reads_images: bool) ->
         "the largest step runs transformers' own forward, with one kernel for a norm and for a layer's experts: other "
         "fused kernels of the server may need less between its layers"
     )
-    yield "adapters and the models of speculative decoding need memory in addition"
+    if not served.loras:
+        yield "LoRA adapters need memory in addition: --enable-lora"
+    if not served.speculation:
+        yield "speculative decoding needs memory in addition: --speculative-config"
     if reads_images:
         yield (
             "images have the size that the config names, and transformers' own encoder reads them: the server's may "
