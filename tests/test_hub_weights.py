@@ -75,6 +75,39 @@ def test_what_stands_for_weights_takes_what_they_take(
     assert not any("not on this machine" in note for note in there.trace.notes)
 
 
+def test_a_dtype_may_be_a_name(tmp_path: Path) -> None:
+    """As in transformers 4, for what release 5 wrote: the embedding of 2 × 512 × 64 bytes is read in 16 bits."""
+    run = ran(
+        tmp_path,
+        """
+        from transformers import BertConfig, BertModel
+        config = BertConfig(vocab_size=512, hidden_size=64, num_hidden_layers=0, num_attention_heads=1)
+        config.save_pretrained("tiny")
+        config.dtype = "bfloat16"
+        model = BertModel.from_pretrained("tiny", config=config, add_pooling_layer=False, dtype="auto").cuda()
+        """,
+    )
+    assert run.failure is None
+    assert 2 * 512 * 64 in [storage.bytes for storage in run.trace.storages]
+
+
+def test_nothing_is_uploaded(tmp_path: Path) -> None:
+    """A trainer creates its repository before the first step, and commits checkpoints to it."""
+    run = ran(
+        tmp_path,
+        """
+        import torch
+        from huggingface_hub import HfApi, upload_file
+        import transformers.trainer
+        assert HfApi().create_repo("net", private=True).repo_id == "user/net"
+        assert upload_file(path_or_fileobj=b"1", path_in_repo="a", repo_id="me/net").oid == "0" * 40
+        torch.ones(1).cuda()
+        """,
+    )
+    assert run.failure is None
+    assert "nothing is uploaded: me/net was neither created nor changed" in run.trace.notes
+
+
 def test_weights_that_cannot_be_downloaded_are_stood_in_for(tmp_path: Path) -> None:
     run = ran(
         tmp_path,

@@ -570,6 +570,28 @@ def test_rotary_embeddings_of_flash_attn(figures: Figures, inplace: bool) -> Non
     assert after == forward + heads
 
 
+@pytest.mark.parametrize(
+    ("options", "call", "tables"),
+    [
+        ("", "layer(x * 2)", 2),
+        ("scale_base=512, ", "layer(x * 2)", 4),
+        ("", "layer(x[:, :, 0], x[:, :, 1:] * 2)[1]", 2),
+    ],
+)
+def test_rotary_layers_of_flash_attn(figures: Figures, options: str, call: str, tables: int) -> None:
+    """Queries, keys and values of 2 MiB each are rotated where the product is, and so are their gradients.
+
+    The layer has tables of 1,024 × 32 numbers, which backward needs: sines and cosines, and those of keys if scaled.
+    """
+    head = FLASH_LAYERS + "from flash_attn.layers.rotary import RotaryEmbedding\n"
+    head += f"layer = RotaryEmbedding(64, {options}device='cuda')\n"
+    (forward, _, after), _ = figures(head, f"measured(lambda x: {call}, made(2, 1024, 3, 8, 64))")
+    heads = 2 * 2 * 1024 * 8 * 64
+    rotated = (2 if "x[:" in call else 3) * heads
+    assert forward == rotated + tables * 2 * 1024 * 32
+    assert after == forward + 3 * heads
+
+
 @pytest.mark.parametrize(("norm", "bias"), [("rms_norm_fn", "None"), ("layer_norm_fn", "made(4096)")])
 def test_norms_of_flash_attn_keep_the_sum(figures: Figures, norm: str, bias: str) -> None:
     """2,048 rows of 4,096: 16 MiB in bfloat16, and the sum with the residual, 32 MiB in float32."""
@@ -635,6 +657,56 @@ def test_older_transformers_ask_for_flash_attn_themselves(tmp_path: Path, monkey
         "assert 'memsize' in modeling_utils.PreTrainedModel.from_pretrained.__func__.__code__.co_filename\n"
     )
     assert memsize.run(script, gpu="a100").failure is None
+
+
+def test_transformers_before_4_56_get_the_functions_of_flash_attn(warm_python: Python, tmp_path: Path) -> None:
+    """As 4.52, which imports them where they are, and asks one for its options."""
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "modeling_flash_attention_utils.py").write_text(
+        "def is_flash_attn_2_available(): return False\n"
+        "flash_attn_func = None\n"
+        "if is_flash_attn_2_available():\n    from flash_attn import flash_attn_func\n"
+        "if flash_attn_func:\n    _flash_supports_window_size = 1\n"
+        "def attend(x):\n    return flash_attn_func(x, x, x) if _flash_supports_window_size else None\n"
+        "def unpad(*args):\n    return unpad_input(*args)\n"
+    )
+    code = """
+import memsize, sys, torch
+sys.path.insert(0, "")
+with memsize.virtual_gpu("a100"):
+    from transformers.modeling_flash_attention_utils import attend, unpad
+    x = torch.empty(2, 16, 4, 64, dtype=torch.bfloat16, device="cuda")
+    print(attend(x).shape == x.shape, len(unpad(x, torch.ones(2, 16, dtype=torch.int64, device="cuda"))))
+"""
+    assert warm_python("-c", code).stdout.split() == ["True", "5"]
+
+
+@pytest.mark.parametrize("module", ["trl.generation.vllm_generation", "trl.trainer.grpo_trainer"])
+def test_trainers_of_trl_get_a_server(tmp_path: Path, module: str) -> None:
+    """Before 0.26, the trainers' own modules import vLLM where it is installed."""
+    *packages, name = module.split(".")
+    folder = tmp_path
+    for package in packages:
+        folder /= package
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    (folder / f"{name}.py").write_text(
+        "def is_vllm_available(): return False\n"
+        "def generate(model):\n"
+        "    assert is_vllm_available()\n"
+        "    options = SamplingParams(max_tokens=7, guided_decoding=GuidedDecodingParams(backend='outlines'))\n"
+        "    return LLM(model, gpu_memory_utilization=0.5).generate(['a b'], options)[0].outputs[0].token_ids\n"
+    )
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "vocab_size": 1000}
+    config |= {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
+    script = tmp_path / "script.py"
+    script.write_text(f"from {module} import generate\nassert generate({str(tmp_path / 'tiny')!r}) == [0] * 7\n")
+    run = memsize.run(script, gpu="t4")
+    assert run.failure is None and any("vllm is not installed" in note for note in run.trace.notes)
 
 
 HOPPER = """

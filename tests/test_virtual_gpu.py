@@ -2639,6 +2639,44 @@ def test_a_program_without_modules_has_forwards_too(tmp_path: Path, loss: str) -
     assert phases["train.py:10"] == ["step 1", "step 2", "step 3"]
 
 
+BY_HAND = """
+import sys, torch
+update, micro_batches = sys.argv[1], int(sys.argv[2])
+model = torch.nn.Linear(512, 1024).cuda()
+for step in range(20):
+    for _ in range(micro_batches):
+        model(torch.ones(4, 512, device="cuda")).sum().backward()
+    if update == "no_grad":
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    elif update == "data":
+        for p in model.parameters():
+            p.data.add_(p.grad.data, alpha=-0.1)
+    elif update == "foreach":
+        torch._foreach_add_([p.data for p in model.parameters()], [p.grad for p in model.parameters()], alpha=-0.1)
+    model.zero_grad()
+print("end")
+"""
+
+
+@pytest.mark.parametrize(("update", "micro_batches"), [("no_grad", 1), ("data", 2), ("foreach", 1)])
+def test_steps_are_counted_where_a_program_updates_its_parameters_itself(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], update: str, micro_batches: int
+) -> None:
+    """The three steps that were asked for are over at the next forward."""
+    found, _ = ran(tmp_path, BY_HAND, update, str(micro_batches), steps=3)
+    forwards = [phase for phase in found.trace.phases if phase.startswith("forward ")]
+    assert found.steps == 3 and forwards == ["forward 1", "forward 2", "forward 3"]
+    assert "end" not in capfd.readouterr().out
+
+
+def test_gradients_alone_are_no_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What only differentiates, such as a benchmark of forward and backward, runs to its end."""
+    found, _ = ran(tmp_path, BY_HAND, "none", "1", steps=3)
+    assert found.steps == 0 and "end" in capfd.readouterr().out
+
+
 WITHOUT_STEPS = """
 import os, sys, time, torch
 def wait(file):

@@ -54,6 +54,7 @@ class OpFacts:
     def __init__(self, func: Any) -> None:
         self.name: str = func._overloadpacket.__name__
         self.in_place = IN_PLACE.get(func)
+        self.writes: bool = func._schema.is_mutable
         self.rule = rules()[func]
         self.sparse_rule = sparse_rules()[func]
         self.traits = traits_of(func)

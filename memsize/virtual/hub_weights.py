@@ -102,8 +102,7 @@ class HubWeights:
         if stored and quantization is None:
             return original(cls, name, *args, **options)
         with self._ledger.absently(), torch.device("meta"):
-            dtype = getattr(config, "dtype", None) or torch.float32
-            tensors = file_tensors(cls(config), dtype, quantization)
+            tensors = file_tensors(cls(config), _dtype_of(config), quantization)
         folder = self._folder_of(name, tensors, _FILES[0])
         config.save_pretrained(folder)
         loaded = original(cls, folder, **{key: value for key, value in options.items() if key not in _PLACE})
@@ -161,6 +160,12 @@ def _config_of(cls: Any, name: str, options: dict[str, Any]) -> Any:
         return config
     keywords = {key: value for key, value in options.items() if key not in _NOT_OF_CONFIG}
     return cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **keywords)[0]
+
+
+def _dtype_of(config: Any) -> torch.dtype:
+    """The dtype that a config has for its weights; one that transformers 5 wrote reaches older releases as a name."""
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _has_weights(name: str, options: dict[str, Any], names: tuple[str, ...]) -> bool:

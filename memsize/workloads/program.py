@@ -32,7 +32,7 @@ from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
-from memsize.virtual import saved_weights
+from memsize.virtual import hub_uploads, saved_weights
 from memsize.virtual.checkpoint_stand_in import StandInLoading
 from memsize.virtual.driver.caching_allocator import DeviceMemory
 from memsize.virtual.driver.functions import Driver
@@ -149,7 +149,8 @@ class Program:
         own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files, *self.after.replacements())
         own += (*self.stand_ins.replacements(), *self.hub_weights.replacements())
         libraries = (self.checkpointing.later(), self.hub_weights.later(), self.packages.later())
-        later = merged(saved_weights.later(self.files), *libraries)
+        uploads = hub_uploads.later(self.ledger.evaluator.notes.setdefault)
+        later = merged(saved_weights.later(self.files), uploads, *libraries)
         with (
             virtual_gpu(driver, self.ledger, (*own, *more), self.world, later),
             steps_watched(self.ledger, everywhere=True),
@@ -253,6 +254,8 @@ class Program:
         self.after.before_step()
 
     def _before_forward(self, training: bool = True) -> bool:
+        if training:
+            self.steps.end_updated()
         is_over = self.after.before_forward(training)
         if self.ledger.clock.step == 0:
             self.ledger.begin_step(1)

@@ -2,7 +2,8 @@
 
 The first optimizer that makes a step leads, and when it is gone, the next: code that looks for the batch size that fits
 makes one for each try. A training step ends with the last optimizer step before the leader's next, so that those of a
-GAN's two networks are one.
+GAN's two networks are one. Where a program has no optimizer of PyTorch's, a step ends with the forward that follows an
+update: a write to parameters after a backward that reached them.
 """
 
 from __future__ import annotations
@@ -159,11 +160,19 @@ class ProgramSteps:
         self._step_counts[optimizer] = self._step_counts.get(optimizer, 0) + 1
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
-        leads = self._leader() is optimizer
+        self._end(self._leader() is optimizer)
+
+    def _end(self, leads: bool) -> None:
+        self._ledger.has_gradients = self._ledger.has_updated = False
         self._ends.append(_End(len(self._ledger.events), len(self._ledger.collectives), leads))
         if leads:
             self._ledger.begin_step(self.done + 1)
             self.progress(self._stage())
+
+    def end_updated(self) -> None:
+        """End a step whose update no optimizer of PyTorch made, before the next forward."""
+        if self._ledger.has_updated and not self._step_counts:
+            self._end(leads=True)
 
     def _stage(self) -> str:
         if self.over:

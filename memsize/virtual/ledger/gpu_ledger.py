@@ -243,6 +243,8 @@ class VirtualLedger(GpuStorages):
                 if self.order.hands_over and not self.op_facts[func].composite and _launches(func):
                     self.order.launch(self._queue())
                 self._follow_clues(func, args, result)
+                if self.op_facts[func].writes:
+                    self.note_written(arguments_in(args[:1]))
                 on_cpu = device is not None and device.type == "cpu"
                 return self.host_memory.pin(result) if pins and on_cpu else result
             except torch.OutOfMemoryError:
@@ -338,6 +340,8 @@ class VirtualLedger(GpuStorages):
             before = len(self.events)
             if kind is not None and has_buffers:
                 check(kind, func, args, group_of(args))
+            if has_buffers:
+                self.note_written(arguments_in(args))
             result = answer(kind, func, args) if has_buffers else self._run(func, types, args, kwargs)
             self.last_op = func._overloadpacket.__name__
             if kind is not None and not has_buffers:

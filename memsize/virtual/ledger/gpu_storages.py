@@ -190,6 +190,8 @@ class GpuStorages(Ledger):
         """Storages that an optimizer's first step has made, as far as they look like its state; else `None`."""
         self.has_state: Callable[[], bool] = lambda: False
         """Whether the optimizer that makes its first step has state already: a copy of a gradient is none then."""
+        self.has_gradients = self.has_updated = False
+        """Whether a backward has reached parameters, and whether they were written to after it, in this step."""
         self.loads_state = False
         """Whether an optimizer is loading a state, which it copies to its parameters' device before it keeps any."""
         self._batches: set[int] = set()
@@ -208,6 +210,11 @@ class GpuStorages(Ledger):
     @clock.setter
     def clock(self, clock: RunPosition) -> None:
         self._clock = clock
+
+    def note_written(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that an op writes to these: where one is a parameter that has got a gradient, that is an update."""
+        if self.has_gradients and not self.has_updated and torch._C._current_graph_task_id() == -1:
+            self.has_updated = any(self._role_of(tensor) == "parameter" for tensor in tensors if is_meta(tensor))
 
     def begin_step(self, number: int) -> None:
         """Start the step of that number, in this thread and in the main one."""
@@ -262,6 +269,7 @@ class GpuStorages(Ledger):
         role = _GRADIENTS.get(self._role_of(owner))
         if role is None:
             return
+        self.has_gradients = True
         for index in map(self.index_of, plain_tensors(gradient)):
             if index >= 0 and self.rows[index].role in ("temporary", "activation"):
                 self.rows[index].role = role

@@ -80,8 +80,11 @@ _MODELS: Final = "transformers.modeling_utils"
 """The module of transformers that refuses flash_attn where it is not installed, before release 5."""
 _LIGER: Final = "transformers.integrations.liger"
 """The module of transformers that applies Liger's kernels for a trainer that asks for them."""
-_TRL: Final = "trl.generation.vllm_generation"
-"""The module of TRL that generates by vLLM for a trainer that asks for it."""
+_TRL: Final = (
+    "trl.generation.vllm_generation",
+    *(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "online_dpo")),
+)
+"""The modules of TRL that generate by vLLM for a trainer that asks for it: before 0.26 the trainers' own."""
 _RAY: Final = (
     "Ray's workers are processes of their own, which memsize does not simulate: run what a worker does, such as verl's "
     "actor, in a script without Ray; `memsize fit --beside serve:0.4` leaves room for its server"
@@ -104,7 +107,7 @@ _ASKED_ONCE: Final = {
 }
 """The functions of libraries that cache whether bitsandbytes is there."""
 
-ASKING: Final = (_FLASH, _LIGER, _TRL, "kernels", _HUB_OF_TRANSFORMERS, _INTEGRATION)
+ASKING: Final = (_FLASH, _LIGER, *_TRL, "kernels", _HUB_OF_TRANSFORMERS, _INTEGRATION)
 """Modules whose names are replaced once they are imported."""
 
 
@@ -137,6 +140,11 @@ class SimulatedPackages(MetaPathFinder):
             yield from asking_itself(module)
             for version in {2, 3} & matrix.keys():
                 matrix[version] = {**matrix[version], "general_availability_check": lambda *_, **__: True}
+            # Before release 4.56 the functions are imported where flash_attn is there.
+            if not hasattr(module, "lazy_import_flash_attention") and getattr(module, "flash_attn_func", 0) is None:
+                for package in ("flash_attn", "flash_attn.bert_padding", "flash_attn.layers.rotary"):
+                    yield from ((module, name, value) for name, value in _MODULES[package].items())
+                yield module, "_flash_supports_window_size", True
             for owner in (module, sys.modules.get(_MODELS)):
                 if matrix and owner is not None:
                     yield owner, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", matrix
@@ -149,9 +157,10 @@ class SimulatedPackages(MetaPathFinder):
             yield module, "is_liger_kernel_available", lambda *_: True
 
         def serving(module: Any) -> Iterator[tuple[Any, str, Any]]:
-            if not module.is_vllm_available():
+            if not getattr(module, "is_vllm_available", lambda: True)():
                 yield module, "is_vllm_available", lambda *_, **__: True
                 yield module, "SamplingParams", inference_servers.SamplingParams
+                yield module, "GuidedDecodingParams", inference_servers.GuidedDecodingParams
                 yield module, "LLM", self._noted_server
 
         def workers(module: Any) -> Iterator[tuple[Any, str, Any]]:
@@ -177,7 +186,7 @@ class SimulatedPackages(MetaPathFinder):
             _FLASH: installed,
             _MODELS: asking_itself,
             _LIGER: applying,
-            _TRL: serving,
+            **dict.fromkeys(_TRL, serving),
             "ray": workers,
             "kernels": of_hub,
             _HUB_OF_TRANSFORMERS: of_transformers,

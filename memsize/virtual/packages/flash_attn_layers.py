@@ -43,6 +43,92 @@ def apply_rotary_emb(
     return _Rotary.apply(x, cos, sin, inplace)  # type: ignore[no-untyped-call,no-any-return]
 
 
+class _RotaryInPlace(torch.autograd.Function):
+    """Rotates heads of packed queries, keys and values where they are, also their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, *tables: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*tables)
+        return _rotated(packed, *tables)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _rotated(gradient, *ctx.saved_tensors), *(None for _ in ctx.saved_tensors)
+
+
+def _rotated(packed: Tensor, *tables: Tensor | None) -> Tensor:
+    for cos, sin in zip(tables[::2], tables[1::2], strict=True):
+        if cos is not None and sin is not None:
+            apply_rotary(packed, cos, sin, inplace=True)
+    return packed
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None = None, sin_k: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """Rotate packed queries and keys in place."""
+    return _RotaryInPlace.apply(qkv, cos, sin, cos_k, sin_k)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, *_: Any, **options: Any) -> Tensor:
+    """Rotate packed keys in place."""
+    return _RotaryInPlace.apply(kv, cos, sin)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary embeddings with their tables, made for the longest sequence so far: one for each dtype that it gets."""
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.scale_base = dim, base, scale_base
+        self.inv_freq = nn.Buffer(self._frequencies(device), persistent=False)
+        self.scale = nn.Buffer(torch.empty(0 if scale_base is None else dim // 2, device=device), persistent=False)
+        self._length = 0
+        self._tables: list[Tensor] = []
+
+    def _frequencies(self, device: Any) -> Tensor:
+        return 1.0 / (self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim))
+
+    def _update(self, length: int, like: Tensor) -> None:
+        tables = self._tables
+        if tables and length <= self._length and tables[0].dtype == like.dtype and tables[0].device == like.device:
+            return
+        self._length = length
+        positions = torch.arange(length, device=like.device, dtype=torch.float32)
+        frequencies = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._frequencies(like.device)
+        angles = torch.outer(positions, frequencies)
+        if self.scale_base is None:
+            self._tables = [function(angles).to(like.dtype) for function in (torch.cos, torch.sin)]
+            return
+        power = (torch.arange(length, dtype=torch.float32, device=self.scale.device) - length // 2) / self.scale_base
+        scale = self.scale ** power[:, None]
+        pairs = [(operation, function) for operation in (torch.mul, torch.div) for function in (torch.cos, torch.sin)]
+        self._tables = [operation(function(angles), scale).to(like.dtype) for operation, function in pairs]
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Any:
+        """Rotate packed queries and keys, or queries and packed keys, in place."""
+        if max_seqlen is not None or isinstance(seqlen_offset, int):
+            self._update(max_seqlen or qkv.shape[1] + int(seqlen_offset), qkv)
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, *self._tables)
+        queries = apply_rotary_emb(qkv, self._tables[0], self._tables[1], inplace=True)
+        return queries, apply_rotary_emb_kv_(kv, *self._tables[-2:])
+
+
 class _Norm(torch.autograd.Function):
     """The norm of ``x + residual``, which is kept for backward."""
 
@@ -182,7 +268,13 @@ class CrossEntropyLoss(nn.Module):
 
 MODULES: Final[dict[str, dict[str, Any]]] = {
     "flash_attn.layers": {},
-    "flash_attn.layers.rotary": {"apply_rotary_emb": apply_rotary_emb, "apply_rotary_emb_func": apply_rotary_emb},
+    "flash_attn.layers.rotary": {
+        "RotaryEmbedding": RotaryEmbedding,
+        "apply_rotary_emb": apply_rotary_emb,
+        "apply_rotary_emb_func": apply_rotary_emb,
+        "apply_rotary_emb_kv_": apply_rotary_emb_kv_,
+        "apply_rotary_emb_qkv_": apply_rotary_emb_qkv_,
+    },
     "flash_attn.ops": {},
     "flash_attn.ops.triton": {},
     "flash_attn.ops.triton.rotary": {"apply_rotary": apply_rotary},

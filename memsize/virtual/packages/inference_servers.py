@@ -91,6 +91,10 @@ class SamplingParams:
         vars(self).update(options)
 
 
+class GuidedDecodingParams(SimpleNamespace):
+    """The pattern that answers follow on a real server."""
+
+
 class LLM(ServerMemory):
     """vLLM's server of the model whose config `model` names."""
 
@@ -202,6 +206,7 @@ def _default_share(gpus: int) -> float:
 
 MODULES: Final[dict[str, dict[str, Any]]] = {
     "vllm": {"__version__": "0.30.0", "LLM": LLM, "SamplingParams": SamplingParams},
+    "vllm.sampling_params": {"SamplingParams": SamplingParams, "GuidedDecodingParams": GuidedDecodingParams},
     "sglang": {"__version__": "0.5.9", "Engine": Engine},
     "sglang.srt": {},
     "sglang.srt.entrypoints": {},
