@@ -31,6 +31,7 @@ from memsize.analysis.fit.step_remedies import (
     STEP_REMEDIES as STEP_REMEDIES,
     accumulation as accumulation,
     fewer_checkpoints as fewer_checkpoints,
+    least_recomputation as least_recomputation,
     more_gpus as more_gpus,
 )
 from memsize.analysis.remedies import (

@@ -267,7 +267,7 @@ def test_the_tables_of_a_fit_keep_counts_that_are_missing() -> None:
     }
     assert fit.rows.iloc[0][["budget", "status"]].tolist() == [63, "none"]
     table = fit.remedies
-    assert list(table.columns) == ["name", "title", "cost", "outcome", "peak", "saved", "reason"]
+    assert list(table.columns) == ["name", "title", "cost", "outcome", "peak", "saved", "recomputed", "reason"]
     assert table.iloc[0].tolist()[:6] == ["fused", "a fused optimizer", "none", "fits", 50, 20]
     assert [str(table[name].dtype) for name in ("peak", "saved")] == ["Int64", "Int64"]
     assert len(replace(fit, remedied=None).remedies) == 0

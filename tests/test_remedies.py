@@ -32,13 +32,15 @@ from tests.fits import (
     Vary,
     accumulation,
     fewer_checkpoints,
+    fit as fit_rules,
+    least_recomputation,
     remedies_of,
     repeated_blocks,
     try_remedies,
 )
 from tests.gpus import card, cuda_context
 from tests.models import SCENARIOS, inputs_from_specs, parse_input
-from tests.records import RemedyRow
+from tests.records import Remedied, RemedyRow
 
 MiB = 1 << 20
 CONTEXT = cuda_context().high
@@ -100,6 +102,28 @@ class HalfRecomputed(Stack):
         for block in self.blocks[self.recomputed :]:
             x = block(x)
         return self.head(x)
+
+
+class SomeSelective(Stack):
+    """The same with checkpoints around the first `whole` blocks, and selective ones around the rest of `some`."""
+
+    whole, some = 0, 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        for block in self.blocks[: self.whole]:
+            x = checkpoint(block, x, use_reentrant=False)
+        for block in self.blocks[self.whole : self.some]:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=products)
+        for block in self.blocks[self.some :]:
+            x = block(x)
+        return self.head(x)
+
+
+class OneWholeOthersSelective(SomeSelective):
+    """The same with a checkpoint around the first, selective ones around the others."""
+
+    whole, some = 1, 4
 
 
 class OneRecomputed(HalfRecomputed):
@@ -193,7 +217,7 @@ def test_selective_checkpointing_keeps_products() -> None:
 
 
 def test_the_fewest_checkpoints() -> None:
-    *_, half, _ = fewer_checkpoints(4)
+    _, half, _, _ = fewer_checkpoints(4)
     assert half.name == "checkpointing 2 of 4 blocks"
     assert same(trials(Stack, SIZE).run(half.apply(BASE), BATCH), by_itself(HalfRecomputed))
 
@@ -204,9 +228,39 @@ def test_the_fewest_checkpoints_that_fit_are_shown() -> None:
     assert all_four.needs() <= one.needs() < none.needs()
     row = named(fit, "checkpointing")
     assert (row.name, row.outcome, row.peak) == ("checkpointing 1 of 4 blocks", "fits", one.needs(one.needs()))
-    assert "8 %" in row.cost  # a quarter of the forward again, a third of the step's work
+    # of the multiply-adds of four blocks, two products each, and of the head's ten classes
+    of_a_block = 2 * WIDTH * 4 * WIDTH
+    assert row.recomputed == of_a_block / (4 * of_a_block + 10 * WIDTH)
     # Where all blocks have to be recomputed, there are no fewer, and where none has to, no row.
     assert not any(r.name.startswith("checkpointing") for r in without_help(all_four.needs() - MiB))
+
+
+def test_the_least_recomputation() -> None:
+    """More and more blocks selectively, then more and more of them whole."""
+    _, _, three, every, one_whole, *_, whole = least_recomputation(4)
+    assert (every.name, whole.name) == ("selective checkpointing", "activation checkpointing")
+    assert same(trials(Stack, SIZE).run(three.apply(BASE), BATCH), by_itself(SomeSelective))
+    assert same(trials(Stack, SIZE).run(one_whole.apply(BASE), BATCH), by_itself(OneWholeOthersSelective))
+    assert by_itself(OneWholeOthersSelective).requested < by_itself(Selective).requested
+
+
+def test_the_least_recomputation_that_fits_is_named() -> None:
+    """Where all blocks keep their products and it does not fit, the first is recomputed whole."""
+    selective, one_whole = by_itself(Selective), by_itself(OneWholeOthersSelective)
+    assert one_whole.needs() < selective.needs()
+    found = fit_of(Stack(), budget=CONTEXT + one_whole.needs())
+    assert named(found, "checkpointing 1 of 4, others").outcome == "fits"
+    (finding,) = (finding for finding in found.findings if finding.code == "least-recomputation")
+    # As many products as with the others selectively, and nothing of the others: a quarter, but for the head.
+    assert "checkpointing 1 of 4 blocks: it computes 25 % of the forward's products again" in finding.text()
+    rows = [
+        RemedyRow(name, "", "", "speed", "fits", 50, saved, recomputed=share)
+        for name, saved, share in (("all blocks", 50, 0.9), ("all selectively", 30, 0.0), ("3 selectively", 20, 0.0))
+    ]
+    *_, finding = fit_rules.what_is_enough(Remedied("fp32", "T4", 8, 80, 100, tuple(rows), (), None), "batch")
+    assert finding.text() == (
+        "The least recomputation that fits is 3 selectively: it computes no product again, only what lies between."
+    )
 
 
 def without_help(capacity: int) -> tuple[RemedyRow, ...]:

@@ -6,7 +6,6 @@ saving is estimated. Callers supply the table of remedies and the function that 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -54,11 +53,15 @@ class Remedy(Generic[Variant]):
 
 
 class Need(NamedTuple):
-    """The bytes that a variant needs, the bytes that it may take, and those of the `host` that it offloads to."""
+    """The bytes that a variant needs, the bytes that it may take, and those of the `host` that it offloads to.
+
+    `recomputed` is the share of the forward's products that its backward computes again; None if it is not known.
+    """
 
     bytes: int
     capacity: int
     host: int = 0
+    recomputed: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -71,11 +74,11 @@ class Ladder(NamedTuple, Generic[Variant]):
 
     `until` says which one is shown where none is. ``"last"``: the last. ``"refusal"``: the first that does not apply,
     else the last. ``"no gain"``: the one before the first that does not save more, if any. ``"enough"``: none, and
-    ``"bisected"`` too, of remedies that save more and more, most of which are not measured.
+    ``"searched"`` too, of remedies that save more and more, most of which are not measured.
     """
 
     remedies: Iterable[Remedy[Variant]]
-    until: Literal["last", "refusal", "no gain", "enough", "bisected"]
+    until: Literal["last", "refusal", "no gain", "enough", "searched"]
 
 
 Trial = tuple[Remedy[Variant], RemedyRow]
@@ -106,12 +109,13 @@ class RemedySearch(Generic[Variant]):
             columns = (*columns[:2], f"{remedy.cost}; {format_bytes(need.host)} of the host's memory", remedy.changes)
         helps = saved + need.capacity - without.capacity >= max(self.least_saving, without.bytes // _NOTICEABLE)
         outcome: Literal["fits", "saves", "no help"] = "saves" if helps else "no help"
-        return RemedyRow(*columns, "fits" if need.fits and not without.fits else outcome, need.bytes, saved)
+        outcome = "fits" if need.fits and not without.fits else outcome
+        return RemedyRow(*columns, outcome, need.bytes, saved, recomputed=need.recomputed)
 
     def climb(self, ladder: Ladder[Variant]) -> Trial[Variant] | None:
         """Try the remedies of a ladder until one is enough."""
-        if ladder.until == "bisected":
-            return self._bisected(list(ladder.remedies))
+        if ladder.until == "searched":
+            return self._searched(list(ladder.remedies))
         last: Trial[Variant] | None = None
         for remedy in ladder.remedies:
             row = self.alone(remedy)
@@ -125,12 +129,24 @@ class RemedySearch(Generic[Variant]):
                 break
         return None if ladder.until == "enough" else last
 
-    def _bisected(self, remedies: Sequence[Remedy[Variant]]) -> Trial[Variant] | None:
+    def _searched(self, remedies: Sequence[Remedy[Variant]]) -> Trial[Variant] | None:
+        """The first remedy that is enough: guessed as if savings grew evenly, then narrowed down to one."""
         if self.need.fits:
             return None
         rows = cache(lambda index: self.alone(remedies[index]))
-        first = bisect_left(range(len(remedies)), True, key=lambda index: rows(index).outcome == "fits")
-        return (remedies[first], rows(first)) if first < len(remedies) else None
+        below, above = -1, len(remedies) - 1
+        least, most = self.need.bytes, rows(above).peak
+        if rows(above).outcome != "fits" or most is None:
+            return None
+        while above - below > 1:
+            evenly = -(-(least - self.need.capacity) * (above - below) // max(least - most, 1))
+            index = min(max(below + evenly, below + 1), above - 1)
+            row = rows(index)
+            if row.outcome == "fits":
+                above, most = index, row.peak or most
+            else:
+                below, least = index, row.peak or least
+        return remedies[above], rows(above)
 
     def together(self, trials: Sequence[Trial[Variant]]) -> tuple[tuple[str, ...], int | None]:
         """Find a few remedies that fit together, and the bytes needed with them; ``(), None`` if there are none.
@@ -209,7 +225,8 @@ def try_remedies(
     """
     measured = [search.alone(remedy) for remedy in remedies] if rows is None else rows
     trials = list(zip(remedies, measured, strict=True))
-    trials += [trial for ladder in ladders if (trial := search.climb(ladder))]
+    names = {remedy.name for remedy in remedies}
+    trials += [trial for ladder in ladders if (trial := search.climb(ladder)) and trial[0].name not in names]
     trials.sort(key=lambda trial: -(trial[1].saved or 0))
     combination: tuple[tuple[str, ...], int | None] = (), None
     enough = any(row.outcome == "fits" and row.changes not in _LAST for _, row in trials)

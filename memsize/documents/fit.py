@@ -295,7 +295,7 @@ def remedy_tables(remedied: Remedied | None, about: str) -> tuple[Table, ...]:
     """
     if remedied is None:
         return ()
-    fields = REMEDY_FIELDS.only("name", "outcome", "peak", "saved", "cost")
+    fields = REMEDY_FIELDS.only("name", "outcome", "peak", "saved", "recomputed", "cost")
     ran = [row for row in remedied.rows if row.outcome != "not here"]
     ran.sort(key=lambda row: (("fits", "saves", "no help").index(row.outcome), row.changes == "training"))
     names: dict[str, list[str]] = {}
@@ -304,4 +304,5 @@ def remedy_tables(remedied: Remedied | None, about: str) -> tuple[Table, ...]:
             names.setdefault(first_line(row.reason or ""), []).append(row.name)
     remarks = tuple(Remark(", ".join(those), "not applicable", reason) for reason, those in names.items())
     caption = f"Remedies for {about}, each run by itself"
-    return (Table.of("remedies", "What would make it fit", fields, ran, caption=caption, remarks=remarks),)
+    table = Table.of("remedies", "What would make it fit", fields, ran, caption=caption, remarks=remarks)
+    return (table.without_empty("recomputed"),)

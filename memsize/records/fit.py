@@ -127,7 +127,8 @@ class RemedyRow:
     """One remedy at the size that the user asked about: the `peak` with it, and the bytes `saved`.
 
     `changes` is its side effect: nothing, the speed, the numbers (by rounding), the training or the hardware.
-    `outcome` is ``"fits"``, ``"saves"``, ``"no help"`` or ``"not here"``, the last with the `reason`.
+    `outcome` is ``"fits"``, ``"saves"``, ``"no help"`` or ``"not here"``, the last with the `reason`. `recomputed` is
+    the share of the forward's products that backward computes again; None for a remedy that recomputes nothing.
     """
 
     name: str
@@ -138,6 +139,7 @@ class RemedyRow:
     peak: int | None = None
     saved: int | None = None
     reason: str | None = None
+    recomputed: float | None = None
 
 
 OUTCOMES: Final = {"fits": "fits", "saves": "helps", "no help": "no help", "not here": "not here"}
@@ -150,6 +152,7 @@ REMEDY_FIELDS: Final = Fields[RemedyRow](
     field("outcome", "result", "text", 95, "whether it fits with this remedy alone"),
     field("peak", "needs then", "bytes", 90, "smallest memory in which it fits with this remedy", nullable=True),
     field("saved", "saves", "bytes", 98, "memory saved by this remedy", nullable=True),
+    field("recomputed", "recomputes", "share", 89, "share of the forward's products that it computes again"),
     field("reason"),
     cell={
         "name": lambda row, _: Label(row.name, hint=row.title),

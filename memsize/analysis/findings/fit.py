@@ -280,7 +280,7 @@ def _refused(evidence: FitEvidence) -> Iterator[Finding]:
     yield Finding("fit-refused", f"The model refuses {{vary}} {{size}}: {{reason}}.{ran}{rule}", values)
 
 
-@RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
+@RULES.rule("remedy-enough", "least-recomputation", "remedy-combination", "remedy-none")
 def _remedies(evidence: FitEvidence) -> Iterator[Finding]:
     return what_is_enough(evidence.remedied, evidence.vary)
 
@@ -298,6 +298,13 @@ def what_is_enough(remedied: Remedied | None, vary: str) -> Iterator[Finding]:
         if len(alone) > 1:
             text = "Any one of these makes {vary} {size} fit under {scenario}: {names}."
         yield Finding("remedy-enough", text, values | {"names": ", ".join(alone)}, brief=text)
+    if recomputing := [row for row in enough if row.recomputed is not None]:
+        least = min(recomputing, key=lambda row: (row.recomputed, row.saved))
+        text = "The least recomputation that fits is {name}: it computes no product again, only what lies between."
+        if least.recomputed:
+            text = "The least recomputation that fits is {name}: it computes {share} of the forward's products again."
+        values |= {"name": least.name, "share": f"{least.recomputed:.0%}".replace("%", " %")}
+        yield Finding("least-recomputation", text, values, bytes=least.peak, brief=text)
     if remedied.combination:
         *first, last = remedied.combination
         together = f"{', '.join(first)} and {last}" if first else last

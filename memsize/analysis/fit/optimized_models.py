@@ -25,6 +25,7 @@ from memsize.kernels.linear_losses import CutCrossEntropy, LigerCrossEntropy
 from memsize.model.tensor_storage import stored_tensors
 from memsize.precision.adapters import add_adapters, has_adapters
 from memsize.records.gpu import Card
+from memsize.records.trace import Layer
 from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Adapter
 from memsize.torch_internals.pytree import tensors_in
@@ -283,32 +284,49 @@ _PRODUCTS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Checkpoint repeated blocks, the first `blocks` or all: each keeps its input, and runs again in backward.
+    """Checkpoint repeated blocks, the first `whole` or all: each keeps its input, and runs again in backward.
 
-    A `selective` checkpoint keeps the results of products and attention too, so that they are not computed again.
+    The next `selective` blocks (None: all others) keep the results of products and attention too, so that these are not
+    computed again.
     """
 
-    blocks: int | None = None
-    selective: bool = False
+    whole: int | None = None
+    selective: int | None = 0
 
     @property
     def tells_blocks_apart(self) -> bool:
         """Whether blocks are treated differently, so that a run of a few tells nothing about the others."""
-        return self.blocks is not None
+        return self not in (Recompute(), SELECTIVE)
 
     def __call__(self, setup: Setup) -> Setup:
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-        options: dict[str, Any] = {"use_reentrant": False}
-        if self.selective:
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _keeping_products)
-        for block in repeated_blocks(setup.model)[: self.blocks]:
-            block.forward = partial(checkpoint, block.forward, **options)
+        blocks = repeated_blocks(setup.model)
+        for block in (whole := blocks[: self.whole]):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        context = partial(create_selective_checkpoint_contexts, _keeping_products)
+        for block in blocks[len(whole) :][: self.selective]:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=context)
         config = getattr(setup.model, "config", None)
         if getattr(config, "use_cache", False):
             # Running a block twice would also write its keys and values to the cache twice.
             config.use_cache = False  # type: ignore[union-attr]
         return setup
+
+    def share(self, model: nn.Module, layers: Iterable[Layer]) -> float | None:
+        """The share of the forward's products that the backward of `model` computes again; None without products.
+
+        `layers` are those of a trace, with the multiply-adds of a forward.
+        """
+        paths = {module: path for path, module in model.named_modules()}
+        again = tuple(f"{paths[block]}." for block in repeated_blocks(model)[: self.whole])
+        counts = [(f"{layer.path}.".startswith(again), layer.multiply_adds or 0) for layer in layers]
+        total = sum(count for _, count in counts)
+        return sum(count for is_again, count in counts if is_again) / total if total else None
+
+
+SELECTIVE: Final = Recompute(0, None)
+"""A selective checkpoint around all blocks."""
 
 
 def _keeping_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

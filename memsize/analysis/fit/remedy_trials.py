@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from memsize.analysis.fit.optimized_models import Share, autoencoders, keep_the_last_logits, repeated_blocks
+from memsize.analysis.fit.optimized_models import Recompute, Share, autoencoders, keep_the_last_logits, repeated_blocks
 from memsize.analysis.fit.run_cache import GenerationRunCache, NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import (
     BF16_PARAMETERS,
@@ -22,6 +22,7 @@ from memsize.analysis.fit.step_remedies import (
     accumulation,
     edited,
     fewer_checkpoints,
+    least_recomputation,
     more_gpus,
     numbers_of_parts,
     quantized,
@@ -126,7 +127,7 @@ class RemedyWork:
             ladders.insert(0, Ladder(map(on_larger_gpu, larger), until="enough"))
         if any(row.name == "activation checkpointing" and row.outcome == "fits" for row in rows):
             blocks = len(repeated_blocks(runs.model))
-            ladders.append(Ladder(fewer_checkpoints(blocks), until="bisected"))
+            ladders += [Ladder(few(blocks), until="searched") for few in (fewer_checkpoints, least_recomputation)]
         if splits and (base.training or base.generation) and size > 1:
             in_parts = fewer_sequences if base.generation else accumulation
             ladders.insert(0, Ladder(map(in_parts, numbers_of_parts(size)), until="last"))
@@ -137,7 +138,13 @@ class RemedyWork:
     def _remedy_search(self, base: RunVariant, size: int) -> RemedySearch[RunVariant]:
         def measure(variant: RunVariant) -> Need:
             run = self.runs.run(variant, size)
-            return Need(run.needs(variant.capacity), variant.capacity, run.trace.host.needs if variant.training else 0)
+            recomputing = next((edit for edit in variant.edits if isinstance(edit, Recompute)), None)
+            return Need(
+                run.needs(variant.capacity),
+                variant.capacity,
+                run.trace.host.needs if variant.training else 0,
+                recomputing.share(self.runs.model, run.trace.layers) if recomputing else None,
+            )
 
         return RemedySearch(base, measure, SEGMENT)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from memsize.analysis.fit.offloaded_parts import offload_layers, offload_models
 from memsize.analysis.fit.optimized_models import (
+    SELECTIVE,
     Adam8bit,
     HeadLoss,
     LowRank,
@@ -229,7 +230,7 @@ STEP_REMEDIES: Final = (
     remedy("autocast", _autocast),
     BF16_PARAMETERS,
     remedy("activation checkpointing", edited(Recompute(), trained=True)),
-    remedy("selective checkpointing", edited(Recompute(selective=True), trained=True)),
+    remedy("selective checkpointing", edited(SELECTIVE, trained=True)),
     remedy("fused optimizer", partial(_with_option, option="fused", optimizers=_FUSED)),
     remedy("foreach=False", partial(_with_option, option="foreach=False")),
     remedy("8-bit optimizer state", _eight_bit_state),
@@ -297,12 +298,32 @@ def accumulation(parts: int) -> VariantRemedy:
 
 
 def fewer_checkpoints(blocks: int) -> Iterator[VariantRemedy]:
-    """Checkpoint the first block, the first two and so on, but not all of `blocks`: each saves more than the last."""
+    """Checkpoint the first block, the first two and so on, up to all `blocks`: each saves more than the last."""
     for count in range(1, blocks):
         title = f"torch.utils.checkpoint around the first {count} of {blocks} blocks: the fewest that are enough"
-        cost = f"about {100 * count / blocks / 3:.0f} % more time: one more forward of these blocks per step"
-        facts = Facts("speed", "recomputation|saved tensors", title, cost)
-        yield remedy(f"checkpointing {count} of {blocks} blocks", edited(Recompute(count), trained=True), facts)
+        cost = "one more forward of these blocks per step"
+        yield _recomputation(f"checkpointing {count} of {blocks} blocks", Recompute(count), title, cost)
+    yield next(remedy for remedy in STEP_REMEDIES if remedy.name == "activation checkpointing")
+
+
+def least_recomputation(blocks: int) -> Iterator[VariantRemedy]:
+    """Recompute more and more of `blocks`: one after the other selectively, then one after the other whole."""
+    for count in range(1, blocks):
+        title = f"a selective checkpoint around the first {count} of {blocks} blocks: products and attention are kept"
+        cost = "operations between the products of these blocks are recomputed"
+        yield _recomputation(f"selective for {count} of {blocks} blocks", Recompute(0, count), title, cost)
+    yield next(remedy for remedy in STEP_REMEDIES if remedy.name == "selective checkpointing")
+    for count in range(1, blocks):
+        title = f"torch.utils.checkpoint around the first {count} of {blocks} blocks, selective around the others"
+        cost = "one more forward of these blocks, and operations between the products of the others"
+        name = f"checkpointing {count} of {blocks}, others selectively"
+        yield _recomputation(name, Recompute(count, None), title, cost)
+    yield next(remedy for remedy in STEP_REMEDIES if remedy.name == "activation checkpointing")
+
+
+def _recomputation(name: str, edit: Recompute, title: str, cost: str) -> VariantRemedy:
+    facts = Facts("speed", "recomputation|saved tensors", title, cost)
+    return remedy(name, edited(edit, trained=True), facts)
 
 
 def more_gpus(parallel: Parallel | None) -> Iterator[VariantRemedy]:
