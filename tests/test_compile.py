@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,6 +11,7 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +172,21 @@ def test_operators_are_decomposed_as_on_cuda() -> None:
     trace = traced(Scattered, "fp32" + COMPILED)
     assert not [note for note in trace.notes if "could not be" in note]
     assert "sum" in {s.op for s in trace.storages if s.role == "gradient" and s.shape == (4,)}
+
+
+class Normalized(nn.Module):
+    """Subtracts means that are written out where it runs, as torchvision's detectors do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = torch.as_tensor([0.4, 0.5, 0.6], dtype=x.dtype, device=x.device)
+        return torch.exp(x - mean[:, None])
+
+
+def test_constants_of_a_graph_are_on_the_gpu() -> None:
+    """Inductor writes the means into the kernel: there are the input and the result, of 8 x 3 x 64 floats each."""
+    trace = traced_anew(Normalized(), "fp32" + COMPILED, (3, 64), optimizer=None)
+    assert not [note for note in trace.notes if "could not be" in note]
+    assert peak(trace) == 2 * 8 * 3 * 64 * 4
 
 
 def test_traced_operators_have_the_rules_of_cuda() -> None:
@@ -342,10 +359,12 @@ def test_what_cannot_be_lowered_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     eager, compiled = traced(Gelus, "fp32"), traced_anew(Gelus(), "fp32" + COMPILED)
     (note,) = {note for note in compiled.notes if "could not be lowered here" in note}
     assert "aten.mystery" in note
-    most = max(live_bytes(compiled.events))
-    (between,) = {note for note in compiled.notes if "at the peak tensors hold" in note}
+    elsewhere = f"tensors hold {format_bytes(peak(compiled))} at the peak, which is not in a graph"
+    assert [note for note in compiled.notes if elsewhere in note]
+    forward = traced_anew(Gelus(), "fp32" + COMPILED, optimizer=None)
+    (between,) = {note for note in forward.notes if "at the peak tensors hold" in note}
     least, shown = re.findall(r"[\d.,]+ [KMG]iB", between)
-    assert shown == format_bytes(most) and parse_bytes(least) <= parse_bytes(shown)
+    assert shown == format_bytes(peak(forward)) and parse_bytes(least) < parse_bytes(shown)
     assert totals(compiled).saved_bytes < totals(eager).saved_bytes  # what the partition saves is known all the same
     assert live_bytes(compiled.events)[-1] == live_bytes(eager.events)[-1]
 
@@ -481,6 +500,17 @@ def test_a_model_that_comes_with_compiled_parts_is_shown_compiled_so() -> None:
     step = memsize.trace(model, input_size=(32, 64), batch_size=8, optimizer="sgd")
     assert totals(step.trace).saved_bytes == (3 + 5) * one
     assert "fp32" in totals_by_name and not isinstance(model[0], Gelus)
+
+
+def test_fit_looks_for_the_compiled_batch_where_the_uncompiled_one_is() -> None:
+    """A product takes its input and its result, compiled or not. The compiled search begins at the uncompiled answer:
+    it compiles that size and the next one only.
+    """
+    model = nn.Linear(512, 512, bias=False)
+    with compiled_graphs() as graphs:
+        fit = memsize.fit(model, input_size=(4096, 512), compile=True, budget="1GiB")
+    sizes = fit.rows.set_index("scenario")["size"]
+    assert sizes["as-given+compile"] == sizes["as-given"] and len(graphs) == 2
 
 
 @pytest.mark.thorough
@@ -1098,6 +1128,33 @@ function(torch.randn(8, 64, device="cuda")).sum().backward()
 """
     assert any(note.startswith("torch.compile compiled nothing") for note in run_script(text).notes)
     assert not any("compiled nothing" in note for note in ran("model = torch.compile(model)").notes)
+
+
+def test_a_program_in_which_dynamo_raises_is_not_said_to_be_skipped() -> None:
+    """`fullgraph` refuses a branch on data: the program meets the error, which says why nothing is compiled."""
+    text = """
+import torch
+@torch.compile(fullgraph=True)
+def doubled(x):
+    return x * 2 if x.sum().item() > 0 else x
+try:
+    doubled(torch.randn(8, 64, device="cuda"))
+except torch._dynamo.exc.UserError:
+    print("refused")
+"""
+    notes = run_script(text).notes
+    assert any("compiled by the rules" in note for note in notes)
+    assert not any("compiled nothing" in note for note in notes)
+
+
+def test_a_file_that_hides_triton_from_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "memsize.compile.region", None)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__file__="project/triton.py"))
+    report = memsize.report(perceptron(), input_size=(64,), scenarios="fp32", compile=True)
+    reasons = {result.name: result.reason for result in report.scenario_results}
+    assert reasons["fp32"] is None
+    assert "PyTorch's compiler cannot be imported" in reasons["fp32+compile"]
+    assert "`import triton` finds project/triton.py" in reasons["fp32+compile"]
 
 
 def test_another_backend_is_named() -> None:

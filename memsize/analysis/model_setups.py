@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ from torch import nn
 
 from memsize.device.cards import card, multiprocessors
 from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
-from memsize.errors import ForwardError
+from memsize.errors import ForwardError, ScenarioError
 from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.plans import Plans
 from memsize.loading.hubs import checkpoint_config_of
@@ -45,6 +46,8 @@ _COMES_COMPILED = "scenarios with +compile compile what the model compiles itsel
 _UNCOMPILED = (
     "torch.compile is ignored in scenarios without +compile: --compile (compile=True) shows what it changes in each"
 )
+_NO_COMPILER = "PyTorch's compiler cannot be imported: {}"
+_HIDDEN = ", since `import triton` finds {}: rename that file, which torch.compile meets in a program beside it too"
 _EXECUTED = "the model was run with real values on the CPU: its figures lack kernels that only CUDA has"
 
 StorageKey = tuple[str | None, bool]
@@ -211,10 +214,14 @@ def workspaces_of(
 
 def _compiled(mode: CompileMode, gpu: Card, model: nn.Module) -> Callable[[Run], AbstractContextManager[None]]:
     """The region in which a copy of `model` is compiled: the parts that come compiled, or all of it. The compiler is
-    imported here: that takes as long as torch.
+    imported here: that takes as long as torch. A file beside the model may hide a module that it needs.
     """
-    with warnings.catch_warnings(action="ignore"):  # PyTorch's own modules use what PyTorch deprecates
-        from memsize.compile.region import compiled_model
+    try:
+        with warnings.catch_warnings(action="ignore"):  # PyTorch's own modules use what PyTorch deprecates
+            from memsize.compile.region import compiled_model
+    except (AttributeError, ImportError) as error:
+        file = getattr(sys.modules.get("triton"), "__file__", None)
+        raise ScenarioError(_NO_COMPILER.format(error) + (_HIDDEN.format(file) if file else "")) from error
 
     return partial(compiled_model, mode=mode, capability=gpu.capability, parts=compiled_parts(model) or ("",))
 

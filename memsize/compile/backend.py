@@ -73,13 +73,14 @@ class Compiler:
         """What measuring kernels takes, after how many events, and what they are measured for."""
         self._ledger: Ledger | None = None
         """That of the run, once there was such a graph."""
-        self._has_graphs = False
+        self.is_answered = False
+        """Whether there were graphs, or PyTorch said why there are none."""
 
     def conclude(self) -> None:
         """Note where the peak lies, if graphs could not be lowered: fused, fewer of their results are stored; and if
         kernels are measured: their operands are copied. Note also if there were no graphs.
         """
-        if not self._has_graphs:
+        if not self.is_answered:
             self.note(_NO_GRAPH)
         if self._ledger is None:
             return
@@ -87,7 +88,8 @@ class Compiler:
         peak = max(live, default=0)
         if unfused:
             least = max((size for index, size in enumerate(live) if index not in unfused), default=0)
-            self.note(_BETWEEN.format(format_bytes(least), format_bytes(peak)))
+            sizes = format_bytes(least), format_bytes(peak)
+            self.note(_BETWEEN.format(*sizes) if least < peak else _ELSEWHERE.format(*sizes))
         if self._trials:
             trials = set(chain.from_iterable(self._trials.values()))
             least = max((size for index, size in enumerate(live) if index not in trials), default=0)
@@ -134,7 +136,7 @@ class Compiler:
 
     def _traced(self, compiling: Callable[..., Any], module: GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph with fakes on the CPU; where that fails, run it as it is written."""
-        self._has_graphs = True
+        self.is_answered = True
         if _is_on_cpu(module):
             return module.forward
         _fuse_attention(module)
@@ -270,6 +272,8 @@ _UNLOWERED = (
 )
 
 _BETWEEN = "at the peak tensors hold {} to {}: with none to all of the results in graphs that could not be lowered"
+
+_ELSEWHERE = "tensors hold {} at the peak, which is not in a graph that could not be lowered"
 
 _MEASURED = "at the peak tensors hold {} to {}: {} copies the operands of products, unless a cache has their times"
 _TO_TUNE = "to measure kernels, max-autotune"

@@ -24,6 +24,7 @@ META: Final = torch.device("meta")
 CPU: Final = torch.device("cpu")
 _VALUES: Final = ("val", "example_value")
 """The names under which a node keeps its fake results."""
+_CONSTANT: Final = torch.ops.aten.lift_fresh_copy.default
 
 
 class Move:
@@ -61,10 +62,12 @@ class Move:
         for part in module.modules():
             if isinstance(part, GraphModule):
                 is_renamed = False
-                for node in part.graph.nodes:
+                for node in list(part.graph.nodes):
                     if self._moves(node, is_propagated and part is module):
                         self._values(node)
                     is_renamed |= self._renames(node)
+                    if is_propagated and node.target is _CONSTANT:
+                        self._copies(node)
                 if is_renamed:
                     part.recompile()
         return module
@@ -87,6 +90,13 @@ class Move:
         node.args = tuple(self._device if _names_device(a, is_moving) else a for a in node.args)
         node.kwargs = {k: self._device if _names_device(v, k == "device") else v for k, v in node.kwargs.items()}
         return True
+
+    def _copies(self, constant: Node) -> None:
+        """Copy a constant, whose values a trace holds on the CPU: where that is traced too, it omits the copy."""
+        with constant.graph.inserting_after(constant):
+            copy = constant.graph.call_function(torch.ops.prims.device_put.default, (constant, self._device))
+        copy.meta = dict(constant.meta)
+        constant.replace_all_uses_with(copy, lambda user: user is not copy)
 
     def _tensor(self, tensor: FakeTensor) -> FakeTensor:
         if tensor.device == self._device:

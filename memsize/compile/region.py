@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 import torch._dynamo as dynamo
-from torch._dynamo import compiled_autograd, device_interface, trace_rules
+from torch._dynamo import compiled_autograd, convert_frame, device_interface, trace_rules
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.external_utils import wrap_inline
@@ -73,7 +73,8 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
     dynamo.utils.common_constant_types.add(DeviceProperties)
     forget_device()
     patches: list[Patch] = [
-        wrapping(CatchErrorsWrapper, "__call__", _traced),
+        wrapping(CatchErrorsWrapper, "__call__", _traced, compiler),
+        wrapping(convert_frame, "_compile", _compiled_frame),
         wrapping(CheckFunctionManager, "__init__", _guarding),
         wrapping(DDPOptimizer, "compile_fn", _divided),
         wrapping(FakeTensorMode, "__init__", _accepting),
@@ -101,6 +102,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
             open_simulation() as simulation,
             simulation.with_part(Compiles, part or Compiles()),
             simulation.patches.applied(patches),
+            dynamo.config.patch(run_gc_after_compile=False),
             torch.compiler.set_stance("default"),
             _quiet(),
         ):
@@ -146,7 +148,7 @@ def _quiet() -> Iterator[None]:
 _STEP_WITH_HOOKS: Final = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
 
 
-def _traced(original: Callable[..., Any], wrapper: Any, frame: Any, *args: Any) -> Any:
+def _traced(compiler: Compiler, original: Callable[..., Any], wrapper: Any, frame: Any, *args: Any) -> Any:
     """Trace a frame, among PyTorch's own functions.
 
     The hooks by which a run watches its optimizers' steps are no part of what is compiled: Dynamo breaks the graph of a
@@ -165,8 +167,24 @@ def _traced(original: Callable[..., Any], wrapper: Any, frame: Any, *args: Any) 
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # PyTorch's, about its own reading of attributes
+        try:
+            return original(wrapper, frame, *args)
+        except Exception:
+            compiler.is_answered = True  # the program meets the reason
+            raise
+        finally:
+            if part.leaves_cycles:
+                part.leaves_cycles = False
+                gc.collect(1)
+
+
+def _compiled_frame(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Note that tracing leaves cycles, which hold the values of frames: PyTorch would collect while its own frames hold
+    most of them.
+    """
+    if part := compilation():
         part.leaves_cycles = True
-        return original(wrapper, frame, *args)
+    return original(*args, **options)
 
 
 class _Transparent(TorchDispatchMode):
@@ -299,20 +317,6 @@ def _on_stand_ins(
     return original(mode, func, types, args, _on_meta(kwargs or {}))
 
 
-def _collected(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Collect what tracing leaves: cycles that hold the values of frames, which the paused collector would keep."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if (part := compilation()) and part.leaves_cycles:
-                part.leaves_cycles = False
-                gc.collect()
-
-    return call
-
-
 @contextmanager
 def _existing_frozen() -> Iterator[None]:
     """While open, collections leave out what exists already, most of it of imported modules."""
@@ -361,7 +365,7 @@ def compiled_model(
             # Dynamo skips a frame of PyTorch's own, such as that of nn.Sequential.
             if trace_rules.check(module.forward):
                 call = wrap_inline(call)
-            vars(module)["_call_impl"] = _collected(torch.compile(call, mode=mode))
+            vars(module)["_call_impl"] = torch.compile(call, mode=mode)
         try:
             yield
         finally:

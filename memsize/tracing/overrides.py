@@ -88,7 +88,7 @@ class Compiles:
         self.is_tracing = False
         """Whether Dynamo is tracing, and not what comes after it."""
         self.leaves_cycles = False
-        """Whether something was traced since the last collection."""
+        """Whether a frame was traced since the last collection."""
 
 
 def compilation() -> Compiles | None:

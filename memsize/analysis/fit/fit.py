@@ -27,7 +27,7 @@ from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.parallel import parse_parallel
-from memsize.spec.scenario import Scenario
+from memsize.spec.scenario import COMPILED, Scenario
 from memsize.spec.training import Training
 from memsize.tracing.run import stored_only
 from memsize.units import format_bytes
@@ -221,11 +221,12 @@ def _rows(runs: RunCache, request: FitRequest, workers: Workers) -> tuple[FitRow
 def _similar(scenarios: Sequence[Scenario]) -> list[list[Scenario]]:
     """Group scenarios that need about as much memory: the answer of one is a good start for the search of the next.
 
-    The width of a model as given, or once it is quantized, is not known beforehand.
+    The width of a model as given, or once it is quantized, is not known beforehand. Compiling takes long, so that the
+    answer without it is always looked for first.
     """
     groups: dict[object, list[Scenario]] = {}
     for scenario in scenarios:
-        key: object = scenario.name
+        key: object = scenario.name.partition(COMPILED)[0]
         if scenario.recipe not in ("as-given", "quantized"):
             is_half = (scenario.autocast or scenario.dtype) in ("float16", "bfloat16")
             key = scenario.autocast is not None, is_half, scenario.master_weights
