@@ -187,6 +187,63 @@ def test_what_is_known_of_a_large_mask_is_never_wrong(steps: list[str], diagonal
                 assert torch.allclose(found, real, equal_nan=True)
 
 
+PADDING_STEPS = (
+    "expand float invert fill where compare row column rows clone write write-row write-base fill-base".split()
+)
+
+
+@given(st.lists(st.sampled_from(PADDING_STEPS), max_size=9))
+def test_what_is_known_of_an_expanded_padding_mask_is_never_wrong(steps: list[str]) -> None:
+    """The same with a mask of one row, repeated for every token; 9 elements count as large here."""
+    pairs = []
+    with (
+        mock.patch.multiple("memsize.known_values.values", MAX_FLOAT_ELEMENTS=4, MAX_INTEGER_ELEMENTS=8),
+        mock.patch("memsize.known_values.propagation.MAX_INTEGER_ELEMENTS", 8),
+        MetaDispatchMode(),
+    ):
+        pairs = [_paddings(steps, device) for device in (META, CPU)]
+        for blank, real in zip(*pairs, strict=True):
+            known_values = constant_of(blank)
+            if known_values is not None:
+                assert known_values.dtype is real.dtype
+                assert torch.equal(known_values, real)
+
+
+def _paddings(steps: list[str], device: torch.device) -> list[Tensor]:
+    seen = [F.pad(torch.ones(1, 3, dtype=torch.long, device=device), (0, 4))]
+    for step in steps:
+        last = seen[-1]
+        if step == "expand":
+            seen.append(last[:, None].expand(-1, 6, -1) if last.dim() == 2 else last)
+        elif step == "float":
+            seen.append(last.to(torch.float32))
+        elif step == "invert":
+            seen.append(1 - last.long())
+        elif step == "fill":
+            seen.append(last.masked_fill(last > 0, 5))
+        elif step == "where":
+            seen.append(torch.where(last > 0, 2.0, -math.inf))
+        elif step == "compare":
+            seen.append(last <= 0)
+        elif step == "row":
+            seen.append(last[:, 0] if last.dim() > 2 else last)
+        elif step == "column":
+            seen.append(last[..., 2:])
+        elif step == "rows":
+            seen.append(last[1:] if len(last) > 1 else last)
+        elif step == "clone":
+            seen.append(last.clone())
+        elif step == "write" and all(last.stride()) and last.dtype is not torch.bool:
+            last.add_(1)
+        elif step == "write-row" and all(last.stride()):
+            last[..., 0] = 3
+        elif step == "write-base":
+            seen[0][:, 4] = 7
+        elif step == "fill-base":
+            seen[0].copy_(torch.empty(1 << 12, device=device)[:7].zero_())
+    return seen
+
+
 def _masks(steps: list[str], tensor: Tensor, diagonal: int) -> list[Tensor]:
     seen = [tensor.triu(diagonal)]
     for step in steps:
@@ -282,6 +339,19 @@ def test_an_encoder_finds_out_whether_its_mask_is_causal(name: str, size: int) -
     assert (diagonals is not None) == (size == 4096 or mask.is_floating_point())
     [call] = attend.call_args_list
     assert call.args[5] is (name != "a sliding window")
+
+
+@pytest.mark.parametrize("length", [700, 1800])
+def test_a_padding_mask_that_is_expanded_to_all_pairs_can_be_read(length: int) -> None:
+    """As Longformer does, which pads to a multiple of its window and reads whether a token attends to all."""
+    with cuda_semantics(), MetaDispatchMode():
+        mask = F.pad(torch.ones(2, length, dtype=torch.long, device=META), (0, 100))
+        tokens = torch.ones(2, 1, length + 100, 1, dtype=torch.bool, device=META)
+        pairs = torch.where(tokens & (mask[:, None, None] > 0), 0.0, -65504.0)
+        row = pairs[:, 0, 0, :]
+        row[mask == 2] = 65504.0
+        assert pairs.shape == (2, 1, length + 100, length + 100) and row.shape == (2, length + 100)
+        assert not (row > 0).any().item() and (row < 0).sum().item() == 2 * 100
 
 
 def test_writing_something_unknown_makes_every_view_unknown() -> None:

@@ -30,11 +30,13 @@ from memsize.known_values.op_traits import OpTraits
 from memsize.known_values.toeplitz import diagonals_of, follow, write
 from memsize.known_values.values import (
     MAX_ASSUMED_ELEMENTS,
+    MAX_INTEGER_ELEMENTS,
     ConstantState,
     constant_of,
     entry_of,
     has_single_value,
     is_small,
+    is_uniform,
     set_constant,
     set_filled,
     set_uniform,
@@ -145,6 +147,10 @@ def _propagate_constants(op: OpTraits, func: Any, args: Any, kwargs: Any, result
                 view = state.for_view()
                 view.true_share = int(mask.count_nonzero()) / max(mask.numel(), 1)
                 set_constant(first, None, view)
+            elif (seen := _view_of_constant(func, real)) is not None:
+                view = state.for_view()
+                view.uniform = not _is_dense(seen)
+                set_constant(first, seen if view.uniform else seen.clone(), view)
             else:
                 _share_state(source, result)
         elif op.pointwise and state.assumption and not (first.is_floating_point() or first.is_complex()):
@@ -202,12 +208,54 @@ def _computed(op: OpTraits, func: Any, real: Any, first: torch.Tensor, state: Co
     values = list(tensors_in(real))
     wanted = is_small(first) or (bool(state.assumption) and first.numel() <= MAX_ASSUMED_ELEMENTS)
     with suppress(Exception):  # the CPU's kernel may refuse these values: they are unknown then
-        if wanted and all(value.numel() <= MAX_ASSUMED_ELEMENTS for value in values):
+        if wanted and (op.aliases or all(value.numel() <= MAX_ASSUMED_ELEMENTS for value in values)):
             return func(*real[0], **real[1])
         if op.fill is not None or all(map(has_single_value, values[:1] if op.preserving else values)):
             state.uniform = True
             return _computed_once(op, func, real, first)
+        if (op.pointwise or op.preserving) and not op.random:
+            return _computed_where_different(func, real, first, state)
     return None
+
+
+def _view_of_constant(func: Any, real: Any) -> torch.Tensor | None:
+    """A view of a constant that takes no memory of its own, such as a padding mask, expanded to all pairs of tokens."""
+    with suppress(Exception):
+        view = func(*real[0], **real[1])
+        if (
+            isinstance(view, torch.Tensor)
+            and view.untyped_storage().data_ptr() == real[0][0].untyped_storage().data_ptr()
+        ):
+            return view
+    return None
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether no number of a constant repeats, and there are few enough to keep those that are written to it."""
+    return value.numel() <= MAX_INTEGER_ELEMENTS and all(
+        stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1
+    )
+
+
+def _computed_where_different(func: Any, real: Any, first: torch.Tensor, state: ConstantState) -> torch.Tensor | None:
+    """An elementwise op on constants that repeat along the same dimensions, computed once along those; None where they
+    do not, or too many numbers differ.
+    """
+
+    def expanded(value: torch.Tensor) -> torch.Tensor:
+        if not value.dim():
+            return value  # a scalar takes the dtype of the others
+        return (_first_element(value) if has_single_value(value) else value).expand(first.shape)
+
+    args, kwargs = map_tensors(expanded, real)
+    strides = zip(*(value.stride() for value in tensors_in((args, kwargs)) if value.dim()), strict=True)
+    part = tuple(slice(None) if any(stride) else slice(1) for stride in strides)
+    if first[part].numel() >= min(first.numel(), MAX_INTEGER_ELEMENTS):
+        return None
+    args, kwargs = map_tensors(lambda value: value[part] if value.dim() else value, (args, kwargs))
+    state.uniform = True
+    computed: torch.Tensor = func(*args, **kwargs)
+    return computed.expand(first.shape)
 
 
 def _computed_once(op: OpTraits, func: Any, real: Any, first: torch.Tensor) -> torch.Tensor | None:
@@ -351,7 +399,7 @@ def _propagate_scatter(target: torch.Tensor, dim: int, index: torch.Tensor, valu
     Of a result that is too large to keep, only the share of those places is kept.
     """
     state, base, places = state_of(target), constant_of(target), constant_of(index)
-    if state is None or not state.uniform or base is None or places is None:
+    if state is None or not state.uniform or base is None or not is_uniform(base) or places is None:
         return False
     assumption = assumption_of((index,), {}) or state.assumption
     state.invalidate()  # views made before the write keep this state, and show other values now

@@ -36,7 +36,7 @@ UNREADABLE = frozenset(
 
 class ConstantState:
     """The state of a piece of memory, shared by its tensors: whether their constants are still valid, the assumption
-    behind them, and whether they are one expanded number (`uniform`).
+    behind them, and whether they are expanded: one number, or few that repeat (`uniform`).
 
     A view of such a number can get values of its own, and then has a state of its own (`for_view`). Of boolean tensors
     too large to keep, `true_share` is the share of True. `read_as` is the assumption, in words, behind a number
@@ -56,8 +56,8 @@ class ConstantState:
 
     def for_view(self) -> ConstantState:
         view = ConstantState(self.assumption)
-        view._base = self
-        self._views.append(view)
+        view._base = self._base or self
+        view._base._views.append(view)
         return view
 
     def invalidate(self) -> None:
