@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def _predict(chosen: Sequence[Row]) -> int:
     for name, group in groupby(by_environment, key=lambda row: row.source.environment):
         wanted = {row.name: row for row in group}
         try:
-            for answer in _printed(name, "benchmarks.published.worker", list(wanted)):
+            for answer in _printed(filter(None, [name]), "benchmarks.published.worker", list(wanted)):
                 row = wanted[answer["row"]]
                 if "error" in answer:
                     failed += 1
@@ -70,14 +70,14 @@ def _predict(chosen: Sequence[Row]) -> int:
 
 def _shared_gaps() -> list[Gap]:
     """The errors of the shared data sets' rows, each set with the releases that it needs."""
-    sets = {"a100_mlp.csv": None, "gpumemnet_cnn.csv": "cudnn-9.1", "xmem_sample.csv": "transformers-4.50.3"}
+    sets = {"a100_mlp.csv": "", "gpumemnet_cnn.csv": "cudnn-9.1", "xmem_sample.csv": "transformers-4.50.3 cudnn-9.1"}
     module = "benchmarks.published.shared"
-    return [Gap(**gap) for name, environment in sets.items() for gap in _printed(environment, module, [name])]
+    return [Gap(**gap) for name, needed in sets.items() for gap in _printed(needed.split(), module, [name])]
 
 
-def _printed(environment: str | None, module: str, arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The lines of JSON that a module prints, run with the releases of an environment."""
-    folders = [str(ready(ENVIRONMENTS[environment]))] if environment else []
+def _printed(environments: Iterable[str], module: str, arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The lines of JSON that a module prints, run with the releases of some environments."""
+    folders = [str(ready(ENVIRONMENTS[name])) for name in environments]
     paths = os.pathsep.join([*folders, str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(
