@@ -132,7 +132,19 @@ from memsize.records.timeline import (
     step_courses as step_courses,
     to_data as to_data,
 )
-from memsize.records.trace import Event, Failure, InputTensor, Layer, Output, Storage, StoredTensor, TensorSpec, Trace
+from memsize.records.trace import (
+    Event,
+    Failure,
+    HostRow as HostRow,
+    HostUse as HostUse,
+    InputTensor,
+    Layer,
+    Output,
+    Storage,
+    StoredTensor,
+    TensorSpec,
+    Trace,
+)
 from memsize.records.verification import (
     Alignment as Alignment,
     AllocationDifference as AllocationDifference,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from memsize import Trace
 from memsize.units import format_bytes
 from tests.programs import is_stand_in, program
 from tests.ranks import PARAMETERS, Model, fsdp
+from tests.records import HostRow, HostUse
 
 MiB = 2**20
 SIDE = 512
@@ -191,6 +193,44 @@ def test_workers_of_a_loader_make_batches_ahead() -> None:
         for (batch,) in torch.utils.data.DataLoader(data, batch_size=4, num_workers=1, prefetch_factor=3):
             batch.cuda()
     assert run.ledger.host_memory.use.batches == 3 * 4 * 1000 * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process has for itself")
+def test_workers_of_a_loader_are_measured() -> None:
+    """Each makes 64 MiB of its own; the 256 MiB of the dataset's tensor are shared, and only read."""
+    own = 64 * MiB
+
+    def begin(_: int) -> None:
+        global _MADE_BY_WORKER
+        _MADE_BY_WORKER = torch.ones(own, dtype=torch.uint8)
+
+    run = program()
+    with run.open():
+        data = torch.utils.data.TensorDataset(torch.ones(64, 4 * MiB, dtype=torch.uint8))
+        for (batch,) in torch.utils.data.DataLoader(data, batch_size=8, num_workers=2, worker_init_fn=begin):
+            batch.cuda()
+        run.ledger.host_memory.measure()
+    use = run.ledger.host_memory.use
+    assert 2 * own <= use.workers < 2 * (own + 128 * MiB)
+    assert use.process > 256 * MiB
+    assert 0 <= use.shared <= 2 * (use.process - 256 * MiB)
+    assert use.memory == use.needs + use.process + use.workers
+    assert "workers of data loaders" in [row.kind for row in use.rows]
+
+
+def test_files_of_weights_are_mapped(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "weights.safetensors"
+    safetensors.save_file({"w": torch.zeros(SIDE, SIDE)}, path)
+    run = program()
+    with run.open():
+        with safetensors.safe_open(path, "pt", device="cuda") as file:
+            assert file.get_tensor("w").is_cuda
+        assert run.files.mapped == {str(path): path.stat().st_size}
+    assert HostUse(mapped=5, process=3).rows == (
+        HostRow("Python, libraries and data", None, 3),
+        HostRow("page cache of weights", None, 5),
+    )
 
 
 def test_gradients_go_back_to_where_the_values_came_from() -> None:

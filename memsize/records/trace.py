@@ -227,6 +227,11 @@ class HostUse(NamedTuple):
     `tensors` are pageable: copies from the GPU, offloaded weights and optimizer state, and what is computed from them.
     `pinned` is what pinned tensors ask for, `blocks` the powers of two that PyTorch keeps for them. `managed` are the
     pages of paged optimizers, `batches` those that the workers of data loaders make ahead.
+
+    The rest is measured while a script runs (0 elsewhere): `process` is what Python, its libraries and the script's own
+    data take, `workers` what the workers of its data loaders have for themselves, and `shared` what these share with
+    the script until they write to it, once for each. `mapped` are the files of weights that are read by way of the page
+    cache, which the system can take back.
     """
 
     tensors: int = 0
@@ -235,6 +240,15 @@ class HostUse(NamedTuple):
     managed: int = 0
     batches: int = 0
     needs: int = 0
+    process: int = 0
+    workers: int = 0
+    shared: int = 0
+    mapped: int = 0
+
+    @property
+    def memory(self) -> int:
+        """The memory that the machine has to have for all of it, but for the page cache."""
+        return self.needs + self.process + self.workers
 
     @property
     def rows(self) -> tuple[HostRow, ...]:
@@ -246,7 +260,15 @@ class HostUse(NamedTuple):
             HostRow("batches made ahead", self.batches, self.batches),
         )
         used = tuple(row for row in kinds if row.reserved)
-        return (*used, HostRow("at one time", None, self.needs)) if used else ()
+        if used:
+            used = (*used, HostRow("at one time", None, self.needs))
+        measured = (
+            HostRow("workers of data loaders", None, self.workers),
+            HostRow("copies that workers may make", None, self.shared),
+            HostRow("Python, libraries and data", None, self.process),
+            HostRow("page cache of weights", None, self.mapped),
+        )
+        return (*used, *(row for row in measured if row.reserved))
 
 
 class HostRow(NamedTuple):

@@ -11,9 +11,11 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,26 @@ LARGE: Final = 1 << 30
 def pinned_block(size: int) -> int:
     """Bytes of the block of pinned memory in which PyTorch puts a tensor of `size` bytes, at least one."""
     return 1 << (size - 1).bit_length()
+
+
+_OWN: Final = ("Private_Clean", "Private_Dirty")
+_ANY: Final = ("Anonymous",)
+
+
+def _memory_of(process: int | str, *kinds: str) -> int:
+    """Bytes of a process in pages of these `kinds`; 0 where the system (not Linux) does not tell them apart."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text("utf-8").splitlines()
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.partition(":")[0] in kinds)
+    return 0
+
+
+def _storages_of(dataset: Any) -> Iterator[torch.UntypedStorage]:
+    """The storages of tensors among the attributes of a dataset, or in a tuple there, each once."""
+    values = vars(dataset).values() if hasattr(dataset, "__dict__") else ()
+    tensors = chain.from_iterable(value if isinstance(value, tuple) else (value,) for value in values)
+    storages = (t.untyped_storage() for t in tensors if isinstance(t, Tensor) and t.layout is torch.strided)
+    return iter({storage._cdata: storage for storage in storages}.values())
 
 
 def staged_for_host(
@@ -73,14 +95,29 @@ class HostMemory:
         self._peaks = Counter(pinned=0, copied=0, managed=0, pageable=0)
         self._batches: dict[int, int] = {}
         """Bytes that the workers of each data loader make ahead."""
+        self._workers: WeakKeyDictionary[Any, tuple[int, int, int]] = WeakKeyDictionary()
+        """The batches that came from each iterator of a loader, the bytes that its workers have for themselves, and
+        those that they share.
+        """
+        self._of_workers = self._shared = 0
+        self._process = 0
         self._needs = 0
 
     @property
     def use(self) -> HostUse:
-        """The memory that was taken, by kind."""
+        """The memory that was taken, by kind; that of a small process alone is left out."""
         peaks, batches = self._peaks, sum(self._batches.values())
+        matters = self._of_workers or max(self._needs, self._process) >= LARGE
         return HostUse(
-            peaks["pageable"], peaks["pinned"], self.pinned_bytes, peaks["managed"], batches, self._needs + batches
+            peaks["pageable"],
+            peaks["pinned"],
+            self.pinned_bytes,
+            peaks["managed"],
+            batches,
+            self._needs + batches,
+            self._process if matters else 0,
+            self._of_workers,
+            self._shared,
         )
 
     @property
@@ -121,7 +158,27 @@ class HostMemory:
         batch = original(loader, *data)
         ahead = loader._num_workers * loader._prefetch_factor * sum(tensor.nbytes for tensor in tensors_in(batch))
         self._batches[id(loader._dataset)] = max(self._batches.get(id(loader._dataset), 0), ahead)
+        self._measure_workers(loader)
         return batch
+
+    def _measure_workers(self, loader: Any) -> None:
+        """Measure the workers of a `loader` after 1, 2, 4, … batches. Where they are forks, their memory grows as they
+        write to pages that they share with this process: Python counts the users of each object in the object. Tensors
+        that the dataset holds are only read.
+        """
+        count, own, shared = self._workers.get(loader, (0, 0, 0))
+        if not count & (count + 1):
+            sizes = [[_memory_of(worker.pid, *kinds) for kinds in (_OWN, _ANY)] for worker in loader._workers]
+            own = sum(size for size, _ in sizes)
+            read = sum(storage.nbytes() for storage in _storages_of(loader._dataset))
+            shared = sum(max(size - own - read, 0) for own, size in sizes)
+        self._workers[loader] = count + 1, own, shared
+        self._of_workers = max(self._of_workers, sum(own for _, own, _ in self._workers.values()))
+        self._shared = max(self._shared, sum(shared for *_, shared in self._workers.values()))
+
+    def measure(self) -> None:
+        """Measure this process: Python, its libraries, and the data that a script holds beside its GPU's."""
+        self._process = max(self._process, _memory_of("self", *_ANY))
 
     def _get_paged(self, *shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
         """Pages of an optimizer's state, which the driver moves to the GPU while there is room for them: managed

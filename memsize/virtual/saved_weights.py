@@ -48,6 +48,8 @@ class Files(FileGuard):
         super().__init__(allowed)
         self.saved: dict[str, int] = {}
         """Bytes of stand-ins that would have been written, by path."""
+        self.mapped: dict[str, int] = {}
+        """Bytes of the files of safetensors that were opened, by path: they are read by way of the page cache."""
         self._saved_files: dict[str, Path] = {}
         """The files with what `torch.save` was given, by the path that it was given."""
         self._numbers = count()
@@ -107,7 +109,7 @@ class Files(FileGuard):
 
             yield wrapping(safetensors.torch, "save_file", self._save_file)
             for owner in (safetensors, safetensors.torch):
-                yield owner, "safe_open", calling(_safe_open, safetensors.safe_open)
+                yield owner, "safe_open", calling(self._safe_open, safetensors.safe_open)
 
     def _save(self, original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         size, has_path = stand_in_bytes(obj), isinstance(f, (str, os.PathLike))
@@ -184,6 +186,15 @@ class Files(FileGuard):
             self.check_open(filename)  # C++ opens it, and what is written to the tensor is in the file
         return original(filename, *args, **options)
 
+    def _safe_open(
+        self, original: Callable[..., Any], filename: Any, framework: Any, device: Any = "cpu", **options: Any
+    ) -> Any:
+        """`safetensors.safe_open`, which reads what it opens for a GPU: the CPU's tensors are mapped, and go there."""
+        on_gpu = isinstance(device, int) or str(device).startswith("cuda")
+        opened = original(filename, framework, "cpu" if on_gpu else device, **options)
+        self.mapped[os.fspath(filename)] = os.path.getsize(filename)
+        return _Opened(opened, torch.device(device)) if on_gpu else opened
+
 
 class _WriterWithHoles:
     """Writes a checkpoint with holes in place of weights on the GPU: they take no room in memory or on the disk."""
@@ -233,13 +244,6 @@ def _load_mapped(
         return restored.clone() if restored.device.type == "cpu" else restored
 
     return load(f, placed, pickle_module, **options | {"mmap": True})
-
-
-def _safe_open(original: Callable[..., Any], filename: Any, framework: Any, device: Any = "cpu", **options: Any) -> Any:
-    """`safetensors.safe_open`, which reads what it opens for a GPU: the CPU's tensors are mapped, and go there."""
-    if not (isinstance(device, int) or str(device).startswith("cuda")):
-        return original(filename, framework, device, **options)
-    return _Opened(original(filename, framework, "cpu", **options), torch.device(device))
 
 
 class _Opened:

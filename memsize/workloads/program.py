@@ -252,6 +252,7 @@ class Program:
     def _before_step(self) -> None:
         self._checkpointing = self._checkpointing or self.checkpointing.without_match or switched_on(self.calls.seen)
         self.after.before_step()
+        self.ledger.host_memory.measure()
 
     def _before_forward(self, training: bool = True) -> bool:
         if training:
@@ -335,7 +336,7 @@ class Program:
                 *nccl_notes(ledger.collectives),
                 *filter(None, (self.stack.note(str(torch.__version__)),)),
             ),
-            host=ledger.host_memory.use,
+            host=ledger.host_memory.use._replace(mapped=sum(self.files.mapped.values())),
             stack=str(self.stack),
             cudnn=convolutions.source if convolutions else None,
             failure=failure,

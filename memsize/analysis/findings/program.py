@@ -314,9 +314,24 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-host")
 def _host(run: ProgramRun) -> Iterator[Finding]:
     """The memory of the host, which a verdict names from 1 GiB on."""
-    if (needs := run.trace.host.needs) >= _LARGE_ON_HOST:
-        text = "The script also needs {needs} of host memory, besides that of Python and PyTorch."
-        yield Finding("run-host", text, {"needs": Bytes(needs)}, bytes=needs, brief=text)
+    host = run.trace.host
+    if max(host.needs, host.process + host.workers) < _LARGE_ON_HOST:
+        return
+    values = sizes(memory=host.memory, needs=host.needs, process=host.process, workers=host.workers, more=host.shared)
+    text = "The script also needs {needs} of host memory, besides that of Python and PyTorch."
+    if not host.process:
+        yield Finding("run-host", text, values, bytes=host.memory, brief=text)
+        return
+    brief = "The script also needs {memory} of RAM."
+    text = (
+        "The script also needs {memory} of RAM: {process} for Python, its libraries and data, {workers} for workers of "
+        "data loaders, and {needs} for copies from the GPU, pinned memory and batches that are made ahead."
+    )
+    if host.shared > host.memory // 10:
+        brief = (
+            "The script also needs {memory} of RAM; workers of data loaders may copy up to {more} more as they read on."
+        )
+    yield Finding("run-host", text, values, bytes=host.memory, brief=brief)
 
 
 @RULES.rule("run-no-step")
