@@ -25,9 +25,9 @@ def rule(name: str, *args: Any, **kwargs: Any) -> list[tuple[torch.dtype, tuple[
     return [None if tensor is None else (tensor.dtype, tuple(tensor.shape)) for tensor in results]
 
 
-def temporary_bytes(name: str, *args: Any) -> list[int]:
+def temporary_bytes(name: str, *args: Any, **kwargs: Any) -> list[int]:
     rules()
-    return [temporary.bytes for temporary in TEMPORARIES[f"bitsandbytes::{name}"](*args)]
+    return [temporary.bytes for temporary in TEMPORARIES[f"bitsandbytes::{name}"](*args, **kwargs)]
 
 
 def test_packed_weights() -> None:
@@ -71,6 +71,13 @@ def test_products_in_int8() -> None:
     assert temporary_bytes("int8_scaled_mm", values, weight, None, None) == [4 * 16 * 300]
     assert rule("int8_mixed_scaled_mm", rows, values, weight, None, None) == [(HALF, (16, 300)), (HALF, (0,))]
     assert temporary_bytes("int8_mixed_scaled_mm", rows, values, weight, None, None) == [4 * 16 * 300]
+    # CUDA's kernel turns the product into float16, which is copied for another dtype
+    both = [4 * 16 * 300, 2 * 16 * 300]
+    assert temporary_bytes("int8_scaled_mm", values, weight, None, None, dtype=torch.bfloat16) == both
+    assert temporary_bytes("int8_mixed_scaled_mm", meta(16, 200), values, weight, None, None) == both
+    product = meta(16, 300, dtype=torch.int32)
+    assert temporary_bytes("int8_mm_dequant", product, None, None) == []
+    assert temporary_bytes("int8_mm_dequant", product, None, None, dtype=torch.bfloat16) == [2 * 16 * 300]
 
 
 @pytest.fixture

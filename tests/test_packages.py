@@ -351,6 +351,23 @@ def test_layers_and_optimizers_of_bitsandbytes(figures: Figures, name: str, nest
     assert any("bitsandbytes is not installed" in note for note in answer.trace.notes)
 
 
+def test_a_product_in_int8_becomes_float16_first(figures: Figures) -> None:
+    line = """
+import json, torch, bitsandbytes as bnb
+layer = bnb.nn.Linear8bitLt(1024, 4096, bias=False, has_fp16_weights=False, threshold=6.0).to(torch.bfloat16).cuda()
+x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
+before = torch.cuda.memory_allocated()
+torch.cuda.reset_peak_memory_stats()
+with torch.no_grad():
+    layer(x)
+print(json.dumps([torch.cuda.max_memory_allocated() - before]))
+"""
+    (peak,), _ = figures("", line)
+    # Rows in int8 with a scale each, then the product in int32, in float16 and in bfloat16 (bitsandbytes'
+    # `cdequant_mm_int32_fp16`).
+    assert peak == 64 * 1024 + 512 + (4 + 2 + 2) * 64 * 4096
+
+
 def test_weights_and_states_of_bitsandbytes(figures: Figures) -> None:
     line = """
 import json, torch, bitsandbytes as bnb

@@ -33,6 +33,7 @@ def rules() -> Rules:
         matmul,
         norms,
         pointwise,
+        quanto,
         reductions,
         rnn,
         sparse,

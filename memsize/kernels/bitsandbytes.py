@@ -68,16 +68,27 @@ def _quantize_both(tensor: Any, threshold: float = 0.0) -> Any:
     return values, other, rows, scales, columns
 
 
+@temporaries_of("bitsandbytes::int8_mm_dequant")
+def _half_result(product: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Iterator[Temporary]:
+    """The result in float16, the only dtype of CUDA's kernel, where another one is asked for."""
+    if dtype not in (None, torch.float16):
+        yield Temporary(tuple(product.shape), torch.float16)
+
+
 @temporaries_of("bitsandbytes::int8_scaled_mm")
-def _scaled_product_temporaries(rows: Any, weight: Any, *_: Any, **__: Any) -> Iterator[Temporary]:
-    """The product in int32."""
-    yield Temporary((*rows.shape[:-1], weight.shape[0]), torch.int32)
+def _scaled_product_temporaries(
+    rows: Any, weight: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any
+) -> Iterator[Temporary]:
+    """The product in int32, and what `int8_mm_dequant` takes."""
+    product = empty((*rows.shape[:-1], weight.shape[0]), torch.int32)
+    yield Temporary(tuple(product.shape), torch.int32)
+    yield from _half_result(product, dtype=dtype)
 
 
 @temporaries_of("bitsandbytes::int8_mixed_scaled_mm")
-def _mixed_product_temporaries(_rows: Any, values: Any, weight: Any, *_: Any, **__: Any) -> Iterator[Temporary]:
-    """The product in int32, of `int8_scaled_mm`, which it calls."""
-    yield Temporary((*values.shape[:-1], weight.shape[0]), torch.int32)
+def _mixed_product_temporaries(rows: Any, values: Any, weight: Any, *_: Any, **__: Any) -> Iterator[Temporary]:
+    """The temporaries of `int8_scaled_mm`, whose result has the dtype of the input here."""
+    yield from _scaled_product_temporaries(values, weight, dtype=rows.dtype)
 
 
 def _product(rows: Any, outputs: int, dtype: torch.dtype) -> Any:

@@ -83,6 +83,14 @@ _ROW_BYTES = 16
 """Every row of a grouped product begins at a multiple of this many bytes, for the GPU's tensor memory accelerator."""
 
 
+@shape_rule("aten::_weight_int4pack_mm")
+def _tiled_int4_product(x: Tensor, weight: Tensor, group: int, scales: Tensor) -> Tensor:
+    """The weight has tiles of eight rows (`aten/src/ATen/native/cuda/int4mm.cu`). PyTorch's `meta` kernel reads a fake
+    tensor's device.
+    """
+    return empty((x.shape[0], 8 * weight.shape[0]), x.dtype)
+
+
 @shape_rule("aten::_grouped_mm")
 def _grouped_mm(one: Any, other: Any, offsets: Any = None, bias: Any = None, dtype: torch.dtype | None = None) -> Any:
     """A product for each expert (cuda/GroupedBlas.cpp, GroupedMMUtils.h); PyTorch's `meta` kernel is for bfloat16."""

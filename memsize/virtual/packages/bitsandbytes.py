@@ -331,7 +331,7 @@ class _Product8bit(torch.autograd.Function):
             state.CB, state.SCB = _rows_in_int8(weight.to(torch.float16))
         assert state.CB is not None
         product = rows.new_empty((len(rows), len(state.CB)), dtype=torch.int32)
-        out = torch.empty_like(product, dtype=x.dtype)
+        out = torch.empty_like(product, dtype=torch.float16).to(x.dtype)  # CUDA's kernel writes no other dtype
         if any(ctx.needs_input_grad[:2]):
             ctx.tensors = (by_column, rows)
         return out.reshape(*x.shape[:-1], -1)
