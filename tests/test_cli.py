@@ -333,6 +333,16 @@ def test_the_command_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
             "no such option '--height': did you mean --arg height=1024? (memsize generate --help)",
         ),
         ("sweep a.toml --lora r=8", "no such option '--lora': write lora = … in the file (memsize sweep --help)"),
+        ("sweep a.toml --compile", "no such option '--compile': write compile = … in the file (memsize sweep --help)"),
+        (
+            "check --compile",
+            "no such option '--compile': write scenario = \"fp32+compile\" in the file (memsize check --help)",
+        ),
+        (
+            "serve m.py:Net --compile",
+            "no such option '--compile': vLLM compiles models itself, which serve counts; --enforce-eager leaves it "
+            "out (memsize serve --help)",
+        ),
         (
             "serve m.py:Net --lora r=8",
             "no such option '--lora': memsize report, timeline, fit and generate have it (memsize serve --help)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -1128,6 +1129,21 @@ function(torch.randn(8, 64, device="cuda")).sum().backward()
 """
     assert any(note.startswith("torch.compile compiled nothing") for note in run_script(text).notes)
     assert not any("compiled nothing" in note for note in ran("model = torch.compile(model)").notes)
+
+
+def test_a_function_that_is_compiled_too_often_runs_eagerly() -> None:
+    """Two sizes are allowed. Compiled, an exponential and a sine are one result; eagerly, both are stored."""
+    text = """
+import torch
+torch._dynamo.config.recompile_limit = 2
+function = torch.compile(lambda x: x.exp().sin(), dynamic=False)
+for rows in (8, 16, 32):
+    function(torch.empty(rows, 1024, device="cuda"))
+"""
+    trace = run_script(text)
+    assert any("was compiled 2 times" in note and "config.recompile_limit" in note for note in trace.notes)
+    results = Counter(s.bytes for s in trace.storages if s.op in ("exp", "sin"))
+    assert results == {8 * 1024 * 4: 1, 16 * 1024 * 4: 1, 32 * 1024 * 4: 2}
 
 
 def test_a_program_in_which_dynamo_raises_is_not_said_to_be_skipped() -> None:

@@ -75,6 +75,17 @@ def test_a_grid_is_the_product_of_its_axes() -> None:
     assert found[-1] == {**usual, "target": "b:B", "batch_size": 4, "gpu": "A100 40GB"}
 
 
+def test_compile_adds_each_scenario_compiled() -> None:
+    named = {"target": "a:A", "scenario": ["bf16", "fp32+compile"]}
+    scenarios = {key: [cell["scenario"] for cell in cells({**named, "compile": key})] for key in (False, True)}
+    assert scenarios == {False: ["bf16", "fp32+compile"], True: ["bf16", "bf16+compile", "fp32+compile"]}
+    assert [cell["scenario"] for cell in cells({"target": "a:A", "compile": [True, "reduce-overhead"]})] == [
+        "as-given",
+        "as-given+compile",
+        "as-given+compile:reduce-overhead",
+    ]
+
+
 def test_values_that_mean_the_same_are_one_cell() -> None:
     assert len(cells({"target": ["a:A", "a:A"], "gpu": ["t4", "Tesla T4"], "batch_size": [2, 2]})) == 1
 
@@ -118,6 +129,11 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "no batch": ('target = "m.py:N"\nbatch_size = [1, 0]', "x.toml: batch_size is 0: it must be at least 1"),
     "no values": ('target = "m.py:N"\ngpu = []', "x.toml: gpu is an empty list"),
     "a scenario": ('target = "m.py:N"\nscenario = "fp8"', "x.toml: scenario: no scenario 'fp8': did you mean"),
+    "a compile mode": (
+        'target = "m.py:N"\ncompile = "reduce"',
+        "x.toml: compile: no compile mode 'reduce': did you mean reduce-overhead?",
+    ),
+    "compile": ('target = "m.py:N"\ncompile = 3', "x.toml: compile is '3': it should be true or false or a text"),
     "an optimizer": ('target = "m.py:N"\ntrain = "adamm"', "x.toml: train: no optimizer 'adamm': did you mean adam"),
     "an input": ('target = "m.py:N"\ninput = "3,x"', "x.toml: input '3,x': '' is not a size"),
     "a mode": ('target = "m.py:N"\nmode = "trian"', "x.toml: mode: no mode 'trian': did you mean train?"),

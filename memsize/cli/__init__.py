@@ -207,6 +207,11 @@ _OTHER_NAMES = {
     "--world-size": "--gpus",
 }
 """What other tools call options."""
+_INSTEAD: dict[tuple[str | None, str], str] = {
+    ("check", "--compile"): 'write scenario = "fp32+compile" in the file',
+    ("serve", "--compile"): "vLLM compiles models itself, which serve counts; --enforce-eager leaves it out",
+}
+"""What a command has in place of an option of others."""
 _HELP = {"help": "--help"}
 
 
@@ -229,6 +234,8 @@ def _usage(error: click.ClickException) -> str:
 
 def _elsewhere(flag: str, context: click.Context) -> str:
     """Where an option of other commands belongs: in the file of a sweep or a check, or behind those commands."""
+    if instead := _INSTEAD.get((context.info_name, flag)):
+        return f": {instead}"
     names = ("report", "timeline", "fit", "generate", "serve")
     commands = {name: memsize.get_command(context, name) for name in names if name != context.info_name}
     having = [name for name, command in commands.items() if command and any(flag in p.opts for p in command.params)]

@@ -75,6 +75,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
     patches: list[Patch] = [
         wrapping(CatchErrorsWrapper, "__call__", _traced, compiler),
         wrapping(convert_frame, "_compile", _compiled_frame),
+        wrapping(convert_frame, "exceeds_recompile_limit", _limited, compiler),
         wrapping(CheckFunctionManager, "__init__", _guarding),
         wrapping(DDPOptimizer, "compile_fn", _divided),
         wrapping(FakeTensorMode, "__init__", _accepting),
@@ -185,6 +186,20 @@ def _compiled_frame(original: Callable[..., Any], *args: Any, **options: Any) ->
     if part := compilation():
         part.leaves_cycles = True
     return original(*args, **options)
+
+
+def _limited(compiler: Compiler, original: Callable[..., tuple[bool, str]], *args: Any) -> tuple[bool, str]:
+    """Note that code runs eagerly since it was compiled too often."""
+    exceeded, limit = original(*args)
+    if exceeded:
+        compiler.note(_TOO_OFTEN.format(getattr(dynamo.config, limit), limit))
+    return exceeded, limit
+
+
+_TOO_OFTEN: Final = (
+    "a function was compiled {} times, for arguments of other kinds or sizes, and runs eagerly for further ones, as on "
+    "a GPU (torch._dynamo.config.{}); dynamic=True compiles it once for all sizes"
+)
 
 
 class _Transparent(TorchDispatchMode):

@@ -16,6 +16,7 @@ from memsize.spec.model_request import ModelRequest
 from memsize.spec.options import check_type
 from memsize.spec.parallel import Parallel, on_each, spread_of
 from memsize.spec.project import MODEL_KEYS, parsed_toml, refuse_unknown, section_of
+from memsize.spec.scenario import COMPILED, compiled_from, scenario_named
 from memsize.spec.stack import Stack
 from memsize.spec.training import Training
 
@@ -28,6 +29,8 @@ INFERENCE: Final = "none"
 MOST_CELLS: Final = 100_000
 _SPREAD: Final[Mapping[str, tuple[type, ...]]] = {"parallel": (str,), "gpus": (int, str)}
 """Over how many GPUs a training is spread, and how: keys with the types that TOML gives them."""
+_COMPILE: Final = "compile"
+"""The key that adds to each scenario the same one compiled, as the option of a report does."""
 _DEFAULTS: Final = {"scenario": "as-given", "batch_size": 1, "train": INFERENCE, "gpu": DEFAULT_GPU}
 
 T = TypeVar("T")
@@ -146,10 +149,12 @@ def _grid(name: str, folder: Path, data: Mapping[str, Any], lines: list[str]) ->
 
 
 def _section(where: str, section: Mapping[str, Any]) -> Section:
-    refuse_unknown("key", section, (*MODEL_KEYS, *_SPREAD), where=where)
+    refuse_unknown("key", section, (*MODEL_KEYS, *_SPREAD, _COMPILE), where=where)
     if not section.get("target"):
         raise InputError(f'{where}: a section needs a target, such as target = "model.py:Net"')
-    values = dict(_DEFAULTS) | {key: value for key, value in section.items() if key not in _SPREAD}
+    values = dict(_DEFAULTS) | {key: value for key, value in section.items() if key not in (*_SPREAD, _COMPILE)}
+    if section.get(_COMPILE):
+        values["scenario"] = [*_with_compiled(where, values["scenario"], section[_COMPILE])]
     # Each strategy on each number of GPUs, in words; none where the models are trained on one GPU.
     strategies, gpus = ([*_values(where, key, section[key])] if key in section else None for key in _SPREAD)
     try:
@@ -174,11 +179,23 @@ def _values(where: str, key: str, value: Any) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(values))
 
 
+def _with_compiled(where: str, scenarios: Any, modes: Any) -> Iterator[str]:
+    """The scenarios, each followed by itself compiled in these modes."""
+    for name in _values(where, "scenario", scenarios):
+        yield name
+        for mode in _values(where, _COMPILE, modes):
+            if mode and COMPILED not in name:
+                yield compiled_from(scenario_named(name), mode).name
+
+
 def _checked(where: str, key: str, value: Any) -> None:
     """Raise `InputError` for a value that its key cannot have."""
     try:
         if key in _SPREAD:
             check_type(key, value, _SPREAD[key])
+        elif key == _COMPILE:
+            check_type(key, value, (bool, str))
+            compiled_from(scenario_named("as-given"), value)
         elif (key, value) != ("train", INFERENCE):
             is_of_training = key in ("loss", "gradient_accumulation_steps", "ema")
             section_of({key: value} | ({"train": "adamw"} if is_of_training else {}))
