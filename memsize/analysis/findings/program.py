@@ -405,7 +405,7 @@ def _lags(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-gradients-kept")
 def _gradients(run: ProgramRun) -> Iterator[Finding]:
     gradients = run.kept_gradients
-    if gradients is None:
+    if gradients is None or gradients.bytes < run.peak.requested * _SMALL_PART:
         return
     template = {
         "kept": (
