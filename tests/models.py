@@ -30,6 +30,7 @@ from memsize.model.input_tensors import (
 )
 from memsize.model.meta_copy import MetaCopier as MetaCopier, in_mode as in_mode, meta_copy as meta_copy
 from memsize.model.tensor_storage import (
+    plain_tensors as plain_tensors,
     storage_key as storage_key,
     stored_tensors as stored_tensors,
     tensor_bytes as tensor_bytes,

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pack_sequence
 import memsize
 from memsize.errors import MemsizeError
 from tests.gpus import Buckets
+from tests.models import plain_tensors
 from tests.records import alive, totals
 
 pytestmark = pytest.mark.filterwarnings(
@@ -631,3 +632,44 @@ def test_code_that_is_compiled_inside_a_forward_runs_as_it_is_written() -> None:
     layers = nn.Linear(64, 32), nn.ReLU()
     trace = memsize.trace(Compiling(*layers), input_size=(64,), batch_size=8).trace
     assert [storage.shape for storage in trace.storages if storage.op == "sin"] == [(8, 32)] * 3
+
+
+def graph_bytes(result: Tensor, model: nn.Module) -> int:
+    """The bytes of the storages that the graph of a real `result` saved, without those of `model`."""
+    stored = {p.untyped_storage().data_ptr() for t in model.parameters() for p in plain_tensors(t)}
+    nodes, seen, sizes = [result.grad_fn], set(), {}
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        named = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        for tensor in (*named, *getattr(node, "saved_tensors", ())):
+            for part in plain_tensors(tensor) if isinstance(tensor, Tensor) else ():
+                sizes[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+        nodes += [later for later, _ in node.next_functions]
+    return sum(size for address, size in sizes.items() if address not in stored)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("quantization", "Int8WeightOnlyConfig"),  # copies of the second and third weight in the input's dtype
+        ("quantization", "Int8DynamicActivationInt8WeightConfig"),  # the rounded input passes no gradient on
+        ("prototype.quantized_training", "int8_weight_only_quantized_training"),
+        ("prototype.quantized_training", "int8_mixed_precision_training"),
+    ],
+)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_what_int8_models_that_are_trained_save_is_what_they_save_on_a_cpu(
+    module: str, name: str, adapted: bool
+) -> None:
+    config = getattr(pytest.importorskip(f"torchao.{module}"), name)()
+    quantize_ = pytest.importorskip("torchao.quantization").quantize_
+    model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 10))
+    quantize_(model, config)
+    if adapted:
+        model = nn.Sequential(*(Adapted(m) if isinstance(m, nn.Linear) else m for m in model.children()))
+    x = torch.randn(4, 64)
+    predicted = memsize.report(model, x, scenarios="as-given").scenario_results[0].totals
+    assert predicted is not None and predicted.saved_bytes == graph_bytes(model(x), model)
