@@ -1,7 +1,8 @@
 """The one table of GPUs: how much memory a process really gets, which is less than what is printed on the box.
 
 `cards.csv` has a row for each card. Its memory is what `torch.cuda.mem_get_info` calls total, on Linux. It varies by a
-hundred MiB or two with the driver and the display; where several figures were reported, the table has the smallest. On
+hundred MiB or two with the driver and the display; where several figures were reported, the table has the smallest, of
+GPUs in servers the largest too (``79.15..79.25 GiB``). On
 cards that do error correction in software it takes a sixteenth of the memory: the figure is for the more common
 setting, and the source names the other one. Where a source says that a card was not seen, the figure is that of another
 card, by the rule that it names. Where the platform is not CUDA, the compute capability is that of the kernels that are
@@ -27,8 +28,10 @@ with Path(__file__).with_name("cards.csv").open(newline="", encoding="utf-8") as
 def _card(row: dict[str, Any]) -> Card:
     major, _, minor = row["capability"].partition(".")
     aliases = tuple(filter(None, row["aliases"].split("|")))
-    size = parse_bytes(row["memory"])
-    return Card(row["name"], (int(major), int(minor)), size, row["source"], aliases, row["platform"])
+    least, _, most = row["memory"].rpartition("..")
+    size = parse_bytes(f"{least or most.split()[0]} {most.split()[1]}")
+    larger = parse_bytes(most) if least else None
+    return Card(row["name"], (int(major), int(minor)), size, row["source"], aliases, row["platform"], larger)
 
 
 _APPLE_SEEN: Final = {

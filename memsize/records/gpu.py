@@ -23,7 +23,8 @@ class Card:
     """One GPU. `capability` is its compute capability, `bytes` its total for CUDA, `source` where that is from.
 
     `platform` is what PyTorch runs it by. Only CUDA's kernels are predicted: elsewhere `capability` is that of the card
-    whose kernels stand in, and only `bytes` is the card's own.
+    whose kernels stand in, and only `bytes` is the card's own. `most` is its largest total, where that of some drivers
+    is larger.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Card:
     source: str
     aliases: tuple[str, ...] = ()
     platform: Platform = "CUDA"
+    most: Size | None = None
 
     @property
     def kernels(self) -> tuple[object, ...]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import memsize
 from benchmarks.published.rows import Row
-from memsize.device.cards import card
+from memsize.device import cards
 from memsize.records.serving import ServingRow
 from memsize.units import GiB
 
@@ -64,6 +66,10 @@ _GEMMA_MOE: Final = _GEMMA | {
     "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16,
     "num_key_value_heads": 8, "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128,
     "top_k_experts": 8, "moe_intermediate_size": 704,
+}  # fmt: skip
+_GEMMA_VISION: Final = {
+    "model_type": "gemma4_vision", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 72,
 }  # fmt: skip
 _QWEN_72B: Final = _QWEN_7B | {
     "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -121,6 +127,9 @@ _CONFIGS: Final[dict[str, dict[str, Any]]] = {
     | {"quantization_config": _AWQ},
     "qwen2.5-1.5b": _QWEN_1B | {"dtype": "bfloat16"},
     "qwen2.5-1.5b-fp16": _QWEN_1B | {"dtype": "float16"},
+    "qwen2.5-3b": _QWEN_1B
+    | {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}
+    | {"dtype": "bfloat16"},
     "qwen2.5-0.5b": _QWEN_1B
     | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
     | {"dtype": "bfloat16"},
@@ -140,6 +149,12 @@ _CONFIGS: Final[dict[str, dict[str, Any]]] = {
     "qwen3-8b": _QWEN_3_8B,
     "qwen3-8b-fp8": _QWEN_3_8B | _compressed("float-quantized", _OF_CHANNELS),
     "qwen3-8b-nvfp4": _QWEN_3_8B | _compressed("nvfp4-pack-quantized", _FP4),
+    "qwen3-8b-fp16": _QWEN_3_8B | {"dtype": "float16"},
+    "qwen3-32b": _QWEN_3_8B
+    | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
+    "r1-distill-qwen-32b-fp8": _QWEN_32B
+    | _compressed("float-quantized", _OF_CHANNELS)
+    | {"dtype": "float16", "max_position_embeddings": 131072},
     "qwen3-14b": _QWEN_3_8B
     | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
     "qwen3-32b-awq": _QWEN_3_8B
@@ -213,19 +228,18 @@ _CONFIGS: Final[dict[str, dict[str, Any]]] = {
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT8, "input_activations": _INT8}},
         },
     },
-    "gemma-4-31b-awq": _GEMMA
-    | {
+    "gemma-4-31b-awq": {
+        "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "dtype": "bfloat16",
+        "text_config": _GEMMA, "vision_config": _GEMMA_VISION,
         "quantization_config": {
-            "quant_method": "compressed-tensors", "ignore": ["lm_head"], "config_groups": {"0": {"weights": _PACKED}},
-        }
+            "quant_method": "compressed-tensors", "ignore": ["lm_head", "re:.*vision.*"],
+            "config_groups": {"0": {"weights": _PACKED}},
+        },
     },
     "gemma-4-26b-a4b": {
         "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "dtype": "bfloat16",
         "text_config": _GEMMA_MOE,
-        "vision_config": {
-            "model_type": "gemma4_vision", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
-            "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 72,
-        },
+        "vision_config": _GEMMA_VISION,
     },
     "llama-3.2-11b-vision": {
         "architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama", "dtype": "bfloat16",
@@ -266,15 +280,13 @@ def predict(row: Row) -> tuple[float, float, float]:
 
 @cache
 def _served(gpu: str, server: str, model: str, gib: str | None, options: tuple[tuple[str, str], ...]) -> ServingRow:
-    arguments: dict[str, Any] = {name: _value(value) for name, value in options}
-    if gib is not None:
-        share = arguments.get("gpu_memory_utilization", 0.9) * float(gib) * GiB / card(gpu).bytes
-        arguments["gpu_memory_utilization"] = share
-    with tempfile.TemporaryDirectory() as folder:
+    arguments: dict[str, Any] = {"scenarios": "as-given"} | {name: _value(value) for name, value in options}
+    own = {} if gib is None else {cards._key(gpu): replace(cards.card(gpu), bytes=round(float(gib) * GiB), most=None)}
+    with tempfile.TemporaryDirectory() as folder, patch.dict(cards._BY_KEY, own):
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(_CONFIGS.get(model, {})))
         target = f"hf:{path}" if model in _CONFIGS else model  # a model that memsize knows by its name
-        report = memsize.serve(target, gpu=gpu, server=server, scenarios="as-given", **arguments)
+        report = memsize.serve(target, gpu=gpu, server=server, **arguments)
     return report.ran[0]
 
 

@@ -21,7 +21,7 @@ _HOPPER: Final = 9
 _OF_LAYER: Final[dict[tuple[int, GraphEstimate], Interval]] = {
     (0, "extrapolated"): Interval(88 * KiB, 224 * KiB),
     (0, "measured"): Interval(128 * KiB, 184 * KiB),
-    (_HOPPER, "extrapolated"): Interval(128 * KiB, 224 * KiB),
+    (_HOPPER, "extrapolated"): Interval(56 * KiB, 224 * KiB),
     (_HOPPER, "measured"): Interval(0, 88 * KiB),
     (10, "extrapolated"): Interval(0, 112 * KiB),
     (10, "measured"): Interval(0, 88 * KiB),

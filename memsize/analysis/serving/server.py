@@ -26,7 +26,7 @@ from memsize.analysis.serving.kv_blocks import (
     state_bytes,
     token_bytes,
 )
-from memsize.analysis.serving.logged_memory import logged_memory
+from memsize.analysis.serving.logged_memory import local_memory, logged_memory
 from memsize.analysis.serving.server_remedies import (
     ServedModel,
     arguments_of,
@@ -106,7 +106,7 @@ class Drafter(NamedTuple):
 class Profile(NamedTuple):
     """A largest step: the bytes of the weights, those that are free in their segments, those that the step needs beyond
     them, those that are free in its segments, the ops that it runs, and the memory of CUDA graphs. `drafting` are those
-    of the weights that draft tokens.
+    of the weights that draft tokens, `local` those of the local memory of its kernels.
     """
 
     weights: int
@@ -116,6 +116,7 @@ class Profile(NamedTuple):
     ops: frozenset[str]
     graphs: Interval
     drafting: int
+    local: int
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,9 @@ class Server:
         graphs, outside = profile.graphs, self._outside(profile, served)
         row = replace(row, weights=profile.weights, profile=profile.step, non_torch=outside, graphs=graphs)
         rest = self._budget(served) - profile.weights - profile.step
-        left = Interval(rest - outside.high - graphs.high, rest - outside.low - graphs.low)
+        # Some drivers leave more of a GPU's memory.
+        more = int(((self.runner.gpu.most or self.runner.gpu.bytes) - self.runner.gpu.bytes) * served.utilization)
+        left = Interval(rest - outside.high - graphs.high, rest - outside.low - graphs.low + more)
         if served.kv_bytes is not None:
             missing = served.kv_bytes - left.high
             left = Interval(served.kv_bytes, served.kv_bytes) if missing <= 0 else Interval(-missing, -missing)
@@ -328,7 +331,7 @@ class Server:
         free = Interval(profile.slack, profile.slack + profile.free)
         context = cuda_context(gpu, stack, ()) if rules.outside == "all" or not rules.profiles else Interval(0, 0)
         if rules.profiles:
-            outside = Interval(max(code.low, logged.low), max(code.high, logged.high))
+            outside = Interval(max(code.low, logged.low) + profile.local, max(code.high, logged.high) + profile.local)
         else:
             share = 0 if served.kv_bytes else served.utilization
             context, outside = (Interval(*(round(end * share) for end in ends)) for ends in (context, exchange))
@@ -401,7 +404,9 @@ class Server:
             vocabulary = text_config(runner.model).vocab_size * served.tp
             step += served.seqs * (vocabulary + -(-vocabulary // 32)) * 4
         step = step if rules.profiles else 0
-        return Profile(weights.allocated + tables, slack, step, free, ops, self._graphs(scenario, served), drafting)
+        local = local_memory(runner.model, trace, runner.gpu) if rules.server == "vLLM" else 0
+        graphs = self._graphs(scenario, served)
+        return Profile(weights.allocated + tables, slack, step, free, ops, graphs, drafting, local)
 
     def _graphs(self, scenario: Scenario, served: ServerArguments) -> Interval:
         captured, kind, config = served.graphs, served.rules.graphs, text_config(self.runner.model)
