@@ -295,6 +295,8 @@ def test_collectives_hand_their_buffers_to_a_stream_before_release_2_8(
     assert isinstance(run, ProgramRun)
     assert run.peak.reserved == 50 * MiB
     assert (run.peak.lag and run.peak.lag.reserved) == most
+    records = stack == "torch=2.7" and arguments[0] == "0" and "plain" not in arguments
+    assert any("TORCH_NCCL_AVOID_RECORD_STREAMS=1 prevents" in note for note in run.trace.notes) == records
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------

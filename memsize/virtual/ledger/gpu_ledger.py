@@ -62,6 +62,10 @@ _SET_STORAGE: Final = torch.ops.aten.set_.source_Storage_storage_offset
 """As `torch.load` makes tensors."""
 _AVOIDS: Final = "TORCH_NCCL_AVOID_RECORD_STREAMS"
 _TRUE: Final = ("1", "y", "yes", "t", "true")
+_RECORDS: Final = (
+    "before PyTorch 2.8, what asynchronous collectives read and write is reused only once the GPU has done them; "
+    f"{_AVOIDS}=1 prevents that"
+)
 _NEEDS_GPU: Final = (RuntimeError, ImportError, OSError, AssertionError)
 """What code raises that does not find its GPU."""
 
@@ -365,6 +369,7 @@ class VirtualLedger(GpuStorages):
         """Hand the buffers of a collective to its group's stream, which the program's waits for before it goes on."""
         if os.environ.get(_AVOIDS, "").lower() in _TRUE:
             return
+        self.evaluator.notes[_RECORDS] = None
         stream = self.devices.index, -1 - group
         self.order.wait(stream, self.order.moment(self._queue()))
         for buffer in buffers:
