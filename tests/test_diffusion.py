@@ -296,6 +296,10 @@ def test_the_timestep_of_a_clip_is_on_the_gpu(tmp_path: Path) -> None:
     report = memsize.report(target, batch_size=1, scenarios="as-given")
     assert not [note for note in report.notes if "makes a tensor on the CPU" in note]
     assert {layer.path: layer.calls for layer in report.trace.layers}["transformer"] == 2
+    part = memsize.report(f"diffusers:{tmp_path}/transformer", batch_size=3, train="adamw", scenarios="bf16")
+    # One latent frame of the first, one of the four others, with 16 channels; and 8 tokens of text.
+    shapes = [list(tensor.spec.shape) for tensor in part.trace.inputs]
+    assert shapes[:2] == [[3, 2, 16, 8, 8], [3, 8, WIDTH]] and part.scenario_results[0].training is not None
     (tmp_path / "scheduler" / "scheduler_config.json").unlink()
     with pytest.raises(memsize.MemsizeError, match=r"^cannot read .*scheduler_config.json: No such file or directory$"):
         memsize.report(target)
@@ -331,7 +335,7 @@ def test_a_pipeline_of_the_hub(tmp_path: Path, folder: Path, monkeypatch: pytest
 
 def test_a_part_of_a_preset() -> None:
     """SDXL's UNet has 2,567 million parameters: the authors say 2.6 billion."""
-    report = memsize.report("diffusers:stabilityai/stable-diffusion-xl-base-1.0/unet", scenarios="as-given")
+    report = memsize.report("stabilityai/stable-diffusion-xl-base-1.0/unet", scenarios="as-given")
     assert round(report.parameters / 1e9, 1) == 2.6
     assert any("preset stabilityai/stable-diffusion-xl-base-1.0" in note for note in report.notes)
     with pytest.raises(memsize.MemsizeError, match="unet"):

@@ -80,6 +80,8 @@ def _parsed(text: str) -> Target:
     is_config = (path.suffix == ".json" and path.is_file()) or (path / "config.json").is_file()
     if not colon and (is_config or is_hub_id(source)):
         return _of_library("hf", whole)
+    if not colon and not path.exists() and source.rpartition("/")[0] in presets():  # a part of a pipeline
+        return _of_library("diffusers", whole)
     options = _options(query, whole, text)
     named = source.endswith((".py", *CHECKPOINTS)) or os.sep in source or (os.altsep or os.sep) in source
     is_folder = bool(source) and path.is_dir() and not (path / "__init__.py").is_file()

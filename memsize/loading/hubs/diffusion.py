@@ -244,7 +244,25 @@ def _wan_inputs(config: Any, batch: int) -> dict[str, Any]:
     }
 
 
+def _cogvideox_inputs(config: Any, batch: int) -> dict[str, Any]:
+    """A clip of as many frames as the model was trained with, of which the autoencoder makes one of the first, and one
+    of each four others.
+    """
+    frames = (config.sample_frames - 1) // config.temporal_compression_ratio + 1
+    height, width = config.sample_height, config.sample_width
+    inputs: dict[str, Any] = {
+        "hidden_states": unknown(batch, frames, config.in_channels, height, width),
+        "encoder_hidden_states": unknown(batch, config.max_text_seq_length, config.text_embed_dim),
+        "timestep": torch.ones(batch, dtype=torch.int64),
+    }
+    if config.use_rotary_positional_embeddings:
+        patches = frames * (height // config.patch_size) * (width // config.patch_size)
+        inputs["image_rotary_emb"] = tuple(torch.zeros(patches, config.attention_head_dim) for _ in range(2))
+    return inputs
+
+
 _PART_INPUTS: Final = {
+    "CogVideoXTransformer3DModel": _cogvideox_inputs,
     "UNet2DConditionModel": _unet_inputs,
     "SD3Transformer2DModel": _sd3_inputs,
     "FluxTransformer2DModel": _flux_inputs,
