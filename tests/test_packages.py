@@ -1477,10 +1477,142 @@ print(module.__file__)
     assert Path(warm_python("-c", code).stdout.strip()).resolve() == expected
 
 
-def test_a_script_ends_where_it_would_start_workers_of_ray(tmp_path: Path) -> None:
-    """They would wait forever: for files of their own, and for a GPU."""
-    (tmp_path / "ray.py").write_text("def init():\n    while True: pass\n")
+def _package_of_ray(folder: Path) -> None:
+    (folder / "ray" / "util").mkdir(parents=True)
+    (folder / "ray" / "__init__.py").write_text(
+        "import ray.cloudpickle, ray.util\ndef init(**options):\n    while True: pass\n"
+    )
+    (folder / "ray" / "cloudpickle.py").write_text("from cloudpickle import dumps, loads\n")
+    (folder / "ray" / "util" / "__init__.py").write_text("from ray.util import placement_group as _\n")
+    (folder / "ray" / "util" / "placement_group.py").write_text("def placement_group(bundles): raise SystemError\n")
+
+
+WORKERS = """
+import asyncio, os
+import ray, torch
+from ray.util.placement_group import placement_group
+
+@ray.remote
+class Server:
+    def __init__(self):
+        self.waiting = asyncio.Event()
+        self.cache = torch.empty(2**20, device="cuda")
+    async def open(self):
+        self.waiting.set()
+        return torch.cuda.memory_allocated()
+    async def answer(self, tokens, worker):
+        await self.waiting.wait()
+        return tokens + [len(tokens)], await worker.double.remote(4)
+
+class Worker:
+    def __init__(self, width, server):
+        assert os.environ["RANK"] == "0"
+        self.weights, self.server = torch.empty(width, 2**18, device="cuda"), server
+    def double(self, number):
+        return 2 * number
+    def take(self, rows):
+        rows.append(1)
+        return sum(rows)
+
+assert not ray.is_initialized()
+ray.init(num_cpus=8)
+assert ray.is_initialized() and ray.nodes()[0]["Resources"]["GPU"] == 1
+group = placement_group([{"GPU": 1, "CPU": 2}])
+assert ray.get(group.ready()).bundle_count == 1
+server = Server.options(name="server").remote()
+actors = ray.remote(num_gpus=1)(Worker)
+assert actors.__ray_actor_class__ is Worker
+worker = actors.options(runtime_env={"env_vars": {"RANK": 0, "WORLD_SIZE": 1}}).remote(2, ray.get_actor("server"))
+rows = [1, 2]
+assert ray.get([worker.take.remote(rows), worker.double.remote(ray.put(8))]) == [4, 16] and rows == [1, 2]
+answer = server.answer.remote([5, 6], worker)
+ready, open_ = ray.wait([answer], timeout=0.01)
+assert ready == [] and open_ == [answer]
+assert ray.get(server.open.remote()) == (4 + 2) * 2**20
+assert ray.get(answer) == ([5, 6, 2], 8)
+assert ray.get(worker.__ray_call__.remote(lambda self, more: len(self.weights) + more, 3)) == 5
+assert asyncio.run(asyncio.wait_for(worker.double.remote(1), 60)) == 2
+try:
+    ray.get(worker.take.remote(None))
+except AttributeError as error:
+    print(error)
+else:
+    raise AssertionError
+"""
+
+
+def test_actors_of_ray_run_in_this_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A server of 4 MiB and a worker of 2 × 2¹⁸ numbers, 2 MiB, share the GPU; what is sent to one is a copy."""
+    _package_of_ray(tmp_path)
     script = tmp_path / "script.py"
-    script.write_text("import ray, torch\ntorch.empty(8, device='cuda')\nray.init()\n")
-    with pytest.raises(memsize.ForwardError, match="what a worker does, such as verl's actor, in a script without Ray"):
-        memsize.run(script, gpu="a100")
+    script.write_text(WORKERS)
+    run = memsize.run(script, gpu="t4")
+    assert run.failure is None and "no attribute 'append'" in capfd.readouterr().out
+    assert any("actors and tasks run in this process" in note for note in run.trace.notes)
+    assert sum(storage.bytes for storage in run.trace.storages) == 6 * MiB
+
+
+def test_an_actor_of_another_rank_is_refused(tmp_path: Path) -> None:
+    _package_of_ray(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import ray\nray.init()\n"
+        "class Worker: pass\n"
+        "ray.remote(Worker).options(runtime_env={'env_vars': {'RANK': '1', 'WORLD_SIZE': '2'}}).remote()\n"
+    )
+    with pytest.raises(memsize.ForwardError, match="rank 1 of 2, but memsize runs"):
+        memsize.run(script, gpu="t4")
+
+
+ENGINE = """
+import asyncio, sys, torch
+import vllm, vllm.entrypoints.cli.serve
+from importlib.metadata import version
+from vllm.config import CompilationConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+assert version("vllm") == vllm.__version__ and CompilationConfig(level=3).level == 3
+try:
+    import vllm.model_executor.models.mixtral
+except ImportError:
+    pass
+class Extension:
+    def count(self, more):
+        return self.model_runner.model.load_weights([("a", 1)]), more
+async def main(options):
+    parser = FlexibleArgumentParser()
+    for command in vllm.entrypoints.cli.serve.cmd_init():
+        command.subparser_init(parser.add_subparsers()).set_defaults(dispatch=command.cmd)
+    args = parser.parse_args(["serve", *options])
+    args.model = args.model_tag
+    engine = AsyncLLM.from_vllm_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+    sizes = [torch.cuda.memory_allocated()]
+    assert await engine.collective_rpc("count", args=(5,)) == [({"a"}, 5)]
+    await engine.collective_rpc("sleep", kwargs={"level": 2})
+    sizes.append(torch.cuda.memory_allocated())
+    await engine.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
+    sizes.append(torch.cuda.memory_allocated())
+    prompt, options = TokensPrompt(prompt_token_ids=[1, 2, 3]), vllm.SamplingParams(max_tokens=9)
+    async for answer in engine.generate(prompt=prompt, sampling_params=options, request_id="0"):
+        assert len(answer.outputs[0].token_ids) == 9 and len(answer.prompt_token_ids) == 3
+    print(sizes)
+asyncio.run(main(sys.argv[1:]))
+"""
+
+
+def test_the_asynchronous_engine_of_vllm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A quarter of the GPU, with an extension of its worker: asleep it holds nothing, and then its weights alone."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "vocab_size": 1000}
+    config |= {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
+    script = tmp_path / "script.py"
+    script.write_text(ENGINE)
+    options = ["--gpu_memory_utilization", "0.25", "--worker_extension_cls", "__main__.Extension", "--enforce_eager"]
+    run = memsize.run(script, (str(tmp_path / "tiny"), *options), gpu="t4")
+    assert run.failure is None
+    share, asleep, weights = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert 0 <= share - run.card.bytes // 4 <= 3 * MiB and asleep == 0
+    assert 0 <= weights - 2 * (2 * 1000 * 64 + 7 * 64 * 64 + 3 * 64) < 512

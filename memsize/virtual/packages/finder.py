@@ -36,8 +36,10 @@ from memsize.virtual.packages import (
     linear_losses,
     mamba2,
     mmcv,
+    ray,
     state_space,
     transformer_engine,
+    vllm_server,
     xformers,
 )
 
@@ -59,6 +61,7 @@ _MODULES: Final[Mapping[str, Mapping[str, Any]]] = {
     **bitsandbytes_optimizers.MODULES,
     **xformers.MODULES,
     **inference_servers.MODULES,
+    **vllm_server.MODULES,
 }
 """The names in each simulated module."""
 _NOTE: Final = "{} is not installed: its functions are simulated, by what their kernels allocate, save and return"
@@ -85,11 +88,10 @@ _TRL: Final = (
     *(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "online_dpo")),
 )
 """The modules of TRL that generate by vLLM for a trainer that asks for it: before 0.26 the trainers' own."""
-_RAY: Final = (
-    "Ray's workers are processes of their own, which memsize does not simulate: run what a worker does, such as verl's "
-    "actor, in a script without Ray; `memsize fit --beside serve:0.4` leaves room for its server"
-)
-
+_SERVER: Final = "vllm"
+"""The simulated package of which every module can be imported, and whose version the program may ask for."""
+_MODELS_OF_SERVER: Final = "vllm.model_executor.models."
+"""Its own models, which are not there: programs change the loading of those that they find."""
 _HUB_OF_TRANSFORMERS: Final = "transformers.integrations.hub_kernels"
 """The module of transformers that loads kernels of the Hub."""
 _HUB_NOTE: Final = "{} of the Hub is simulated, by what its kernels allocate, save and return"
@@ -128,6 +130,7 @@ class SimulatedPackages(MetaPathFinder):
             sys.meta_path.remove(self)
             _forget_answers()
             liger.restore()
+            ray.close()
             for name in [name for name, module in sys.modules.items() if isinstance(module, _SimulatedModule)]:
                 del sys.modules[name]
 
@@ -160,15 +163,8 @@ class SimulatedPackages(MetaPathFinder):
             if not getattr(module, "is_vllm_available", lambda: True)():
                 yield module, "is_vllm_available", lambda *_, **__: True
                 yield module, "SamplingParams", inference_servers.SamplingParams
-                yield module, "GuidedDecodingParams", inference_servers.GuidedDecodingParams
+                yield module, "GuidedDecodingParams", vllm_server.placeholder("GuidedDecodingParams")
                 yield module, "LLM", self._noted_server
-
-        def workers(module: Any) -> Iterator[tuple[Any, str, Any]]:
-            def refused(*_: Any, **_options: Any) -> None:
-                self._note(_RAY)
-                raise RuntimeError(_RAY)  # its processes would wait for files and GPUs that are not there
-
-            yield module, "init", refused
 
         def of_hub(module: Any) -> Iterator[tuple[Any, str, Any]]:
             yield wrapping(module, "get_kernel", self._hub_kernel)
@@ -187,7 +183,7 @@ class SimulatedPackages(MetaPathFinder):
             _MODELS: asking_itself,
             _LIGER: applying,
             **dict.fromkeys(_TRL, serving),
-            "ray": workers,
+            **ray.later(self._note),
             "kernels": of_hub,
             _HUB_OF_TRANSFORMERS: of_transformers,
             _INTEGRATION: integrated,
@@ -221,15 +217,16 @@ class SimulatedPackages(MetaPathFinder):
         package = name.partition(".")[0]
         if name in _MODULES and package == _INSTALLED:
             return ModuleSpec(name, _SimulatedLoader(partial(self._note, _NOTE.format(package))), is_package=True)
-        if name not in _MODULES or not _is_imported_by_script(name in _KERNELS):
+        is_there = name in _MODULES or (package == _SERVER and not name.startswith(_MODELS_OF_SERVER))
+        if not is_there or not _is_imported_by_script(name in _KERNELS):
             return None
         self._note(_NOTE.format(name if name in _KERNELS else package))
         return ModuleSpec(name, _SimulatedLoader(), is_package=True)
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterator[Distribution]:
         """Yield the version of the package that libraries find installed, where they ask for it by name."""
-        if context.name == _INSTALLED:
-            yield _SimulatedDistribution()
+        if context.name == _INSTALLED or (context.name == _SERVER and _is_imported_by_script(False)):
+            yield _SimulatedDistribution(context.name)
 
 
 def _forget_answers() -> None:
@@ -240,8 +237,11 @@ def _forget_answers() -> None:
 
 
 class _SimulatedDistribution(Distribution):
+    def __init__(self, package: str) -> None:
+        self._package = package
+
     def read_text(self, filename: str) -> str | None:
-        return f"Version: {_MODULES[_INSTALLED]['__version__']}\n" if filename == "METADATA" else None
+        return f"Version: {_MODULES[self._package]['__version__']}\n" if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Any:
         return Path(path)
@@ -252,7 +252,10 @@ def _runs_on_gpu(repo_id: str) -> bool:
 
 
 class _SimulatedModule(ModuleType):
-    pass
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self.__name__.partition(".")[0] != _SERVER:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return vllm_server.placeholder(name)
 
 
 def _module(package: str) -> ModuleType:
@@ -276,7 +279,7 @@ class _SimulatedLoader(Loader):
         return _SimulatedModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(_MODULES[module.__name__], _first_use=self._first_use)
+        vars(module).update(_MODULES.get(module.__name__, {}), _first_use=self._first_use)
         for name in _MODULES if module.__name__ == _INSTALLED else ():  # which imports its own modules
             if name.rpartition(".")[0] == module.__name__:
                 importlib.import_module(name)

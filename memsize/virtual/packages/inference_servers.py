@@ -91,10 +91,6 @@ class SamplingParams:
         vars(self).update(options)
 
 
-class GuidedDecodingParams(SimpleNamespace):
-    """The pattern that answers follow on a real server."""
-
-
 class LLM(ServerMemory):
     """vLLM's server of the model whose config `model` names."""
 
@@ -103,7 +99,8 @@ class LLM(ServerMemory):
     ) -> None:
         super().__init__(model, gpu_memory_utilization, tensor_parallel_size, bool(options.get("trust_remote_code")))
         loading = SimpleNamespace(load_weights=lambda weights: {name for name, _ in weights})
-        worker = SimpleNamespace(model_runner=SimpleNamespace(model=loading))
+        worker: Any = SimpleNamespace(model_runner=SimpleNamespace(model=loading))
+        worker.worker = worker  # the executor's wrapper of a worker has the worker's own names too
         self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
 
     def sleep(self, level: int = 1) -> None:
@@ -206,7 +203,6 @@ def _default_share(gpus: int) -> float:
 
 MODULES: Final[dict[str, dict[str, Any]]] = {
     "vllm": {"__version__": "0.30.0", "LLM": LLM, "SamplingParams": SamplingParams},
-    "vllm.sampling_params": {"SamplingParams": SamplingParams, "GuidedDecodingParams": GuidedDecodingParams},
     "sglang": {"__version__": "0.5.9", "Engine": Engine},
     "sglang.srt": {},
     "sglang.srt.entrypoints": {},
