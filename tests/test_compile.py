@@ -1131,6 +1131,24 @@ function(torch.randn(8, 64, device="cuda")).sum().backward()
     assert not any("compiled nothing" in note for note in ran("model = torch.compile(model)").notes)
 
 
+def test_a_program_reads_what_compiled_code_computes_of_known_values() -> None:
+    """As a detector that checks its targets: boxes that were scaled in compiled code have their heights."""
+    text = """
+import torch
+@torch.compile
+def scaled(boxes, image):
+    ratio = torch.tensor(image.shape[-1] / 4, device=boxes.device)
+    left, top, right, bottom = boxes.unbind(1)
+    return image.exp(), torch.stack((left * ratio, top * ratio, right * ratio, bottom * ratio), dim=1)
+_, boxes = scaled(torch.tensor([[1.0, 2.0, 5.0, 4.0]], device="cuda"), torch.empty(3, 8, 8, device="cuda"))
+if (boxes[:, 2:] <= boxes[:, :2]).any():
+    torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+torch.empty(int(boxes[0, 2]) << 10, dtype=torch.uint8, device="cuda")
+"""
+    trace = run_script(text)
+    assert sorted(s.bytes for s in trace.storages if s.op == "empty") == [3 * 8 * 8 * 4, 10 << 10]
+
+
 def test_a_function_that_is_compiled_too_often_runs_eagerly() -> None:
     """Two sizes are allowed. Compiled, an exponential and a sine are one result; eagerly, both are stored."""
     text = """

@@ -38,6 +38,7 @@ from memsize.compile.cuda_graphs import CudaGraphs
 from memsize.compile.devices import CPU, CUDA, META, GpuProperties, Move
 from memsize.compile.generated import running_ledger
 from memsize.compile.gpu import PaddingTrial, flushed, planning
+from memsize.compile.known_results import with_known_results
 from memsize.kernels.attention import flex_attention
 from memsize.kernels.semantics import current, switched_on
 from memsize.processes.patches import Patches, assigned, wrapping
@@ -148,7 +149,7 @@ class Compiler:
                 _fakes_moved(move),
             ):
                 moved = [move.value(fake) for fake in _fakes(module, inputs)]
-                return compiling(move.graph(module), moved)
+                return with_known_results(compiling(move.graph(module), moved), as_traced)
         except SkipFrame as reason:
             self.note(_SKIPPED.format(reason))
             raise
