@@ -97,7 +97,8 @@ class StreamOrder:
     def wait(self, queue: Queue, moment: Moment) -> None:
         """Let work that is queued on a stream from now on begin after `moment`."""
         self._queues[queue] |= moment
-        self._waits[queue].append((self._queues[queue][queue], moment))
+        if self.hands_over:
+            self._waits[queue].append((self._queues[queue][queue], moment))
 
     def synchronize(self, moment: Moment) -> None:
         """Let the program wait, before the next event, until `moment` has come."""
