@@ -1461,6 +1461,33 @@ print(json.dumps(sizes))
     assert 0 <= weights - 2 * (2 * 1000 * 64 + 7 * 64 * 64 + 3 * 64) < 512
 
 
+def test_functions_of_bitsandbytes_pack_a_weight(figures: Figures) -> None:
+    """As Unsloth calls them: 2²⁰ weights in 4 bits, 512 KiB, and a maximum of 4 bytes for each block of them.
+
+    Under double quantization the maxima are bytes, with a float32 for 256 of them, 256 values, a mean and 16 values.
+    """
+    head = """
+import json, torch
+from bitsandbytes.functional import dequantize_4bit, get_ptr, lib, quantize_4bit, quantize_nf4
+weight = torch.empty(1024, 1024, dtype=torch.bfloat16, device="cuda")
+quantize_4bit(weight, compress_statistics=True)  # which makes the values of 8-bit codes, once
+def size(**options):
+    before = torch.cuda.memory_allocated()
+    packed, state = quantize_4bit(weight, **options)
+    lib.cdequantize_blockwise_fp32(get_ptr(packed))
+    assert dequantize_4bit(packed, state).shape == weight.shape
+    return torch.cuda.memory_allocated() - before
+"""
+    line = "print(json.dumps([size(), size(blocksize=128), size(compress_statistics=True, quant_type='nf4')]))"
+    sizes, _ = figures(head, line)
+    packed, blocks = 2**20 // 2, 2**20 // 64
+    assert sizes == [
+        packed + 4 * blocks + 512,
+        packed + 4 * blocks // 2 + 512,
+        packed + blocks + 512 + 1024 + 512 + 512,
+    ]
+
+
 def test_a_transformers_without_a_table_of_flash_attentions_is_left_alone(warm_python: Python, tmp_path: Path) -> None:
     """As 4.50 is, whose models could not be imported."""
     (tmp_path / "transformers").mkdir()

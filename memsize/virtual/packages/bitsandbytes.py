@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, Self
 
@@ -84,11 +85,13 @@ class QuantState(SimpleNamespace):
         )
 
 
-def _packed(weight: Tensor, nested: bool, storage: torch.dtype, kind: str) -> tuple[Tensor, QuantState]:
+def _packed(
+    weight: Tensor, nested: bool, storage: torch.dtype, kind: str, block: int = _BLOCK
+) -> tuple[Tensor, QuantState]:
     device, size = weight.device, weight.numel()
     packed = torch.empty(((size + 1) // (2 * storage.itemsize), 1), dtype=storage, device=device)
-    maxima = torch.empty(-(-size // _BLOCK), dtype=torch.float32, device=device)
-    options: dict[str, Any] = {"shape": weight.shape, "dtype": weight.dtype, "blocksize": _BLOCK, "quant_type": kind}
+    maxima = torch.empty(-(-size // block), dtype=torch.float32, device=device)
+    options: dict[str, Any] = {"shape": weight.shape, "dtype": weight.dtype, "blocksize": block, "quant_type": kind}
     values = torch.zeros(16, device=device)
     values.div_(values.abs().max())
     if not nested:
@@ -111,6 +114,21 @@ def _unpacked(state: QuantState, dtype: torch.dtype) -> Tensor:
 def dequantize_4bit(A: Tensor, quant_state: QuantState, *_: Any, **__: Any) -> Tensor:  # noqa: N803
     """The weight in its own dtype."""
     return _unpacked(quant_state, quant_state.dtype)
+
+
+def quantize_4bit(
+    A: Tensor,  # noqa: N803
+    absmax: Tensor | None = None,
+    out: Tensor | None = None,
+    blocksize: int | None = None,
+    compress_statistics: bool = False,
+    quant_type: str = "fp4",
+    quant_storage: torch.dtype = torch.uint8,
+) -> tuple[Tensor, QuantState]:
+    """The weight in 4 bits, in memory of its own or in `out`, and what unpacks it."""
+    note_use()
+    packed, state = _packed(A, compress_statistics, quant_storage, quant_type, blocksize or _BLOCK)
+    return packed if out is None else out.copy_(packed), state
 
 
 def int8_vectorwise_dequant(A: Tensor, stats: Tensor) -> Tensor:  # noqa: N803
@@ -302,6 +320,15 @@ class Int8Params(nn.Parameter):
         return other
 
 
+class _Library:
+    """The compiled kernels, which write to the memory that they get."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_: None
+
+
 class MatmulLtState:
     """The part of a layer's weight that stays from call to call."""
 
@@ -397,7 +424,11 @@ MODULES: Final[dict[str, dict[str, Any]]] = {
     # Pages are the host's, whose memory is counted where this module is patched.
     "bitsandbytes.functional": {
         "QuantState": QuantState,
-        "dequantize_4bit": dequantize_4bit,
+        **{f"dequantize_{kind}": dequantize_4bit for kind in ("4bit", "nf4", "fp4")},
+        **{f"quantize_{kind}": partial(quantize_4bit, quant_type=kind) for kind in ("nf4", "fp4")},
+        "quantize_4bit": quantize_4bit,
+        "get_ptr": lambda tensor: None,
+        "lib": _Library(),
         "int8_vectorwise_dequant": int8_vectorwise_dequant,
         **dict.fromkeys(("get_paged", "fill", "prefetch_tensor")),
     },
