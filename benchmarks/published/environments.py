@@ -102,6 +102,15 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
             ),
             dependencies=False,
         ),
+        Environment(
+            "diffusers-0.34.0",
+            (
+                *("diffusers==0.34.0", "transformers==4.51.3", "huggingface-hub==0.31.4", "tokenizers==0.21.1"),
+                *("accelerate==1.7.0", "torchao==0.11.0", "optimum-quanto==0.2.7"),
+                *"ninja importlib_metadata zipp requests urllib3 certifi idna charset-normalizer".split(),
+            ),
+            dependencies=False,
+        ),
         Environment("book-218221ab", (), BOOK, "218221ab62f0f502ca0bbf1620fe1c53ee1aba03", ("pkg", "ch04"), False),
         Environment(
             "torchao-9acc9a4d",
