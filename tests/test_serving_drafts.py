@@ -159,6 +159,14 @@ def test_a_layer_of_mtp_is_like_the_last_with_attention(served: Callable[..., An
     assert row_of(drafted).weights - row_of(plain).weights == pytest.approx(attention + experts + joined, abs=2048)
 
 
+@pytest.mark.parametrize(("tokens", "block"), [(2, 32), (7, 48)])
+def test_a_convolution_keeps_drafted_tokens(tokens: int, block: int, served: Callable[..., Any]) -> None:
+    """128 channels of 3 inputs and those of the drafted tokens, and 4 × 16 × 16 numbers of a state: 3,328 and 4,608
+    bytes, in blocks of a multiple of 16 tokens of 128 bytes."""
+    config = json.dumps({"method": "mtp", "num_speculative_tokens": tokens})
+    assert f"a block has {block} tokens in place of 16" in " ".join(served(NEXT, speculative_config=config).notes)
+
+
 @pytest.mark.parametrize(("release", "numbers"), [("vllm=0.20.0", 2 * 2 + 4), ("vllm=0.33.0", 0)])
 def test_rejected_tokens_have_logits_of_their_own(release: str, numbers: int, served: Callable[..., Any]) -> None:
     """The first model runner rejects a token for each of 8 sequences: two rows of logits for each in bfloat16, one in

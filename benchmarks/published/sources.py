@@ -550,6 +550,14 @@ _SERVERS: Final = tuple(
             "vllm=0.22.1",
             "",
         ),
+        (
+            "qwen3.8-mtp",
+            "Qwen3.8-27B and Qwen3.6-35B-A3B with MTP, tokens of a cache",
+            "https://github.com/sostrowsk/dgx-spark-local-llm",
+            "B300",
+            "vllm=0.25.1",
+            "the models' configs; the size of the cache is given, as the GPU of the log is not among those here",
+        ),
         ("qwen3-235b", "Qwen3-235B-A22B FP8, four GPUs", f"{_ISSUES}/21348", "H100 80GB", "vllm=0.9.2", ""),
         (
             "qwen3-235b-sglang",

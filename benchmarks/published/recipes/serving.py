@@ -253,6 +253,21 @@ _CONFIGS |= {
     name: _CONFIGS[base] | {"dtype": "bfloat16"}
     for name, base in (("qwen3-30b-a3b", "qwen3-30b-a3b-fp16"), ("deepseek-v2-lite", "deepseek-coder-v2-lite"))
 }
+_DELTA: Final = {
+    "head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "vocab_size": 248320, "mamba_ssm_dtype": "float32", "dtype": "bfloat16",
+    "max_position_embeddings": 262144, "tie_word_embeddings": False, "mtp_num_hidden_layers": 1,
+}  # fmt: skip
+_CONFIGS["qwen3.8-27b"] = _DELTA | {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 5120,
+    "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4,
+    "linear_num_value_heads": 48,
+}  # fmt: skip
+_CONFIGS["qwen3.6-35b-a3b"] = _DELTA | {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
+    "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2, "linear_num_value_heads": 32,
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
 _PHI: Final = {name: entry for name, entry in _CONFIGS["phi-4-gptq"].items() if name != "quantization_config"}
 _CONFIGS["phi-4"] = _PHI | {"dtype": "bfloat16"}
 _ABOUT: Final = ("model", "figure", "gib")
@@ -281,6 +296,8 @@ def predict(row: Row) -> tuple[float, float, float]:
 @cache
 def _served(gpu: str, server: str, model: str, gib: str | None, options: tuple[tuple[str, str], ...]) -> ServingRow:
     arguments: dict[str, Any] = {"scenarios": "as-given"} | {name: _value(value) for name, value in options}
+    if tokens := arguments.pop("mtp", None):
+        arguments["speculative_config"] = json.dumps({"method": "mtp", "num_speculative_tokens": tokens})
     own = {} if gib is None else {cards._key(gpu): replace(cards.card(gpu), bytes=round(float(gib) * GiB), most=None)}
     with tempfile.TemporaryDirectory() as folder, patch.dict(cards._BY_KEY, own):
         path = Path(folder) / "config.json"

@@ -182,14 +182,16 @@ def pooled(layers: Sequence[CachedLayer], name: str, rules: Rules, kind: ServedK
     return [layer._replace(bytes=round(layer.bytes * times)) for layer in attention]
 
 
-def state_bytes(layer: CachedLayer, width: int | None) -> int:
-    """Return the bytes of a layer's states on a server; `width` is that of a recurrent number (None: the others')."""
+def state_bytes(layer: CachedLayer, width: int | None, drafted: int = 0) -> int:
+    """Return the bytes of a layer's states on a server; `width` is that of a recurrent number (None: the others'). A
+    convolution keeps the inputs of `drafted` tokens too.
+    """
     of_model = min(state.itemsize for state in layer.states)
     size = 0
     for state in layer.states:
         numbers = math.prod(state.shape)
         if state.of_convolution:
-            size += numbers // state.shape[-1] * (state.shape[-1] - 1) * of_model
+            size += numbers // state.shape[-1] * (state.shape[-1] - 1 + drafted) * of_model
         else:
             size += numbers * (width or of_model)
     return size

@@ -284,9 +284,10 @@ class Server:
         dtypes = (getattr(torch, str(name).removeprefix("torch."), None) for name in named if name)
         state_width = next((dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
         layers: list[CachedLayer] = []
+        drafted = served.speculation.tokens if served.speculation else 0
         for before, now in zip(steps[0], steps[1], strict=True):
             if now.states:
-                layers.append(CachedLayer(STATE, state_bytes(now, state_width)))
+                layers.append(CachedLayer(STATE, state_bytes(now, state_width, drafted)))
             if kind := now.kind.removeprefix(STATE).removeprefix(" and "):
                 layers.append(CachedLayer(kind, token_bytes((now.bytes - before.bytes) // own, width, config)))
         if not served.rules.encodes_first:  # V0 has a cache for each layer, also for those that read images
