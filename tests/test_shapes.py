@@ -458,6 +458,22 @@ def test_a_loss_holds_the_memory_that_a_real_one_holds(name: str, reduction: int
     assert inside == ([2 * 5 * 8] if reduction and name in ("mse_loss", "smooth_l1_loss", "huber_loss") else [])
 
 
+def test_a_folded_image_holds_the_memory_of_its_columns() -> None:
+    """48 columns of 9 · 4 numbers for an image of 2 · 4 · 8 · 6: the gradient of `unfold` is that of the columns."""
+    columns = (2, 36, 48)
+    fold = torch.ops.aten.col2im.default
+    arguments = ([8, 6], [3, 3], [1, 1], [1, 1], [1, 1])
+    real, ours = fold(torch.rand(columns), *arguments), RULES[fold](meta(*columns), *arguments)
+    assert described(ours) == described(real) and ours.shape == (2, 4, 8, 6)
+    assert ours.untyped_storage().nbytes() == real.untyped_storage().nbytes() == 4 * 2 * 36 * 48
+    with Ledger() as ledger:
+        columns_of_image = torch.nn.functional.unfold(LAST, 3, padding=1)
+    # channels last: the columns' first memory, like the image, and its copy are gone after the kernel
+    image = LAST.numel() * 4
+    assert columns_of_image.numel() == 9 * LAST.numel()
+    assert [event.delta for event in ledger.events] == [9 * image, image, image, -image, -image]
+
+
 @pytest.mark.parametrize(
     ("tensor", "cast"),
     [(truth(3, 4), 8 * 3 * 4), (whole(3, 4).to(torch.int32), 8 * 3 * 4), (whole(3, 4), 0), (meta(3, 4), 0)],

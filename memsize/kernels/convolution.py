@@ -11,7 +11,7 @@ treated as ordinary ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,8 +24,10 @@ from memsize.kernels.registry import (
     copies_of,
     copy_unless_contiguous,
     overloads,
+    result_first,
     same_dtype,
     shape_rule,
+    temporaries_of,
 )
 from memsize.kernels.strides import Shape
 from memsize.kernels.tensors import (
@@ -409,6 +411,33 @@ def _pool2d_backward(grad: Any, tensor: Any, *_: Any) -> Any:
     if not are_plain(grad, tensor) or not are_alike(grad, tensor) or grad.shape[:-3] != tensor.shape[:-3]:
         return NotImplemented
     return formatted(tensor.shape, tensor.dtype, is_channels_last(tensor))
+
+
+# -- folding ----------------------------------------------------------------------------------------------------------
+
+copies_of(_aten.im2col.default, _aten.col2im.default)(copy_unless_contiguous)
+result_first(_aten.im2col.default, _aten.col2im.default)
+
+
+@temporaries_of(_aten.im2col.default)
+def _made_like_the_image(tensor: torch.Tensor, *_: Any) -> Iterator[Temporary]:
+    """The columns are made like the image and resized, which allocates them anew (cuda/Im2Col.cu)."""
+    yield Temporary(tuple(tensor.shape), tensor.dtype)
+
+
+@shape_rule("aten::col2im")
+def _col2im(tensor: Any, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    """The image is made like the columns and resized, which frees nothing (cuda/Col2Im.cu)."""
+    options = (size, kernel, stride, padding, dilation)
+    if not are_plain(tensor) or tensor.dim() not in (2, 3) or any(len(values) != 2 for values in options):
+        return NotImplemented
+    if min(*size, *kernel, *stride, *dilation) < 1 or min(padding) < 0 or 0 in tensor.shape:
+        return NotImplemented
+    windows = [forward_size(*sizes) for sizes in zip(*options, strict=True)]
+    channels, rest = divmod(tensor.shape[-2], math.prod(kernel))
+    if rest or min(windows) < 1 or tensor.shape[-1] != math.prod(windows):
+        return NotImplemented
+    return empty(tensor.shape, tensor.dtype).resize_((*tensor.shape[:-2], channels, *size))
 
 
 # -- interpolation and padding ----------------------------------------------------------------------------------------
