@@ -32,6 +32,7 @@ from memsize.analysis.fit.step_remedies import (
     accumulation as accumulation,
     fewer_checkpoints as fewer_checkpoints,
     least_recomputation as least_recomputation,
+    memory_budgets as memory_budgets,
     more_gpus as more_gpus,
 )
 from memsize.analysis.remedies import (

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import memsize
 from memsize import AllocatorConfig, Fit, Trace, Training
 from memsize.records.trace import Event, Storage
+from memsize.tracing.run import Setup
 from tests.deep import TrainingSteps, assert_same
 from tests.fits import (
     RANK,
@@ -34,6 +35,7 @@ from tests.fits import (
     fewer_checkpoints,
     fit as fit_rules,
     least_recomputation,
+    memory_budgets,
     remedies_of,
     repeated_blocks,
     try_remedies,
@@ -261,6 +263,19 @@ def test_the_least_recomputation_that_fits_is_named() -> None:
     assert finding.text() == (
         "The least recomputation that fits is 3 selectively: it computes no product again, only what lies between."
     )
+
+
+def test_a_memory_budget_is_the_compilers_and_ends_with_the_forward() -> None:
+    from torch._functorch import config
+
+    assert [one.name for one in memory_budgets()] == ["memory budget 0.75", "memory budget 0.5", "memory budget 0.25"]
+    setup = Setup("m", "fp32", Stack(), ((), {}), training=True)
+    before = config.activation_memory_budget
+    for remedy, budget in zip(memory_budgets(), (0.75, 0.5, 0.25), strict=True):
+        (edit,) = remedy.apply(BASE).edits
+        with edit(setup).precision.forward():
+            assert config.activation_memory_budget == budget
+        assert config.activation_memory_budget == before
 
 
 def without_help(capacity: int) -> tuple[RemedyRow, ...]:

@@ -10,7 +10,8 @@ signed and unsigned values; parameters of fewer than 4,096 elements keep float32
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -327,6 +328,28 @@ class Recompute:
 
 SELECTIVE: Final = Recompute(0, None)
 """A selective checkpoint around all blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Let PyTorch's compiler keep `percent` of the activations that it would keep: it recomputes what costs least.
+
+    Source: torch/_functorch/partitioners.py, `choose_saved_values_set`.
+    """
+
+    percent: int
+
+    def __call__(self, setup: Setup) -> Setup:
+        forward = setup.precision.forward
+
+        @contextmanager
+        def region() -> Iterator[None]:
+            from torch._functorch import config
+
+            with config.patch(activation_memory_budget=self.percent / 100), forward():
+                yield
+
+        return replace(setup, precision=replace(setup.precision, forward=region))
 
 
 def _keeping_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

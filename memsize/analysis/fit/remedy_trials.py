@@ -23,6 +23,7 @@ from memsize.analysis.fit.step_remedies import (
     edited,
     fewer_checkpoints,
     least_recomputation,
+    memory_budgets,
     more_gpus,
     numbers_of_parts,
     quantized,
@@ -38,6 +39,7 @@ from memsize.device.budget import budget_of, larger_budgets
 from memsize.processes.workers import Workers
 from memsize.records.fit import Budget, Remedied, RemedyRow
 from memsize.records.generation import GenerationRow
+from memsize.spec.scenario import COMPILED, scenario_named
 from memsize.spec.vary import Vary
 from memsize.units import format_bytes
 from memsize.workloads.generation import Prompts
@@ -128,6 +130,8 @@ class RemedyWork:
         if any(row.name == "activation checkpointing" and row.outcome == "fits" for row in rows):
             blocks = len(repeated_blocks(runs.model))
             ladders += [Ladder(few(blocks), until="searched") for few in (fewer_checkpoints, least_recomputation)]
+        if base.training and base.scenario.compile:
+            ladders.append(Ladder(memory_budgets(), until="enough"))
         if splits and (base.training or base.generation) and size > 1:
             in_parts = fewer_sequences if base.generation else accumulation
             ladders.insert(0, Ladder(map(in_parts, numbers_of_parts(size)), until="last"))
@@ -136,6 +140,10 @@ class RemedyWork:
         )
 
     def _remedy_search(self, base: RunVariant, size: int) -> RemedySearch[RunVariant]:
+        eager = base
+        if base.scenario.compile:  # which does not tell of all products whose they are
+            eager = replace(base, scenario=scenario_named(base.scenario.name.partition(COMPILED)[0]))
+
         def measure(variant: RunVariant) -> Need:
             run = self.runs.run(variant, size)
             recomputing = next((edit for edit in variant.edits if isinstance(edit, Recompute)), None)
@@ -143,7 +151,7 @@ class RemedyWork:
                 run.needs(variant.capacity),
                 variant.capacity,
                 run.trace.host.needs if variant.training else 0,
-                recomputing.share(self.runs.model, run.trace.layers) if recomputing else None,
+                recomputing.share(self.runs.model, self.runs.run(eager, size).trace.layers) if recomputing else None,
             )
 
         return RemedySearch(base, measure, SEGMENT)

@@ -20,6 +20,7 @@ from memsize.analysis.fit.optimized_models import (
     Adam8bit,
     HeadLoss,
     LowRank,
+    MemoryBudget,
     OffloadActivations,
     Recompute,
     StepInBackward,
@@ -321,7 +322,18 @@ def least_recomputation(blocks: int) -> Iterator[VariantRemedy]:
     yield next(remedy for remedy in STEP_REMEDIES if remedy.name == "activation checkpointing")
 
 
-def _recomputation(name: str, edit: Recompute, title: str, cost: str) -> VariantRemedy:
+def memory_budgets() -> Iterator[VariantRemedy]:
+    """Let the compiler keep less and less of the activations that it would keep.
+
+    Below a quarter, all is recomputed at once, which takes more again.
+    """
+    for percent in (75, 50, 25):
+        title = f"torch._functorch.config.activation_memory_budget = {percent / 100:g}"
+        cost = "the compiler recomputes what costs least time"
+        yield _recomputation(f"memory budget {percent / 100:g}", MemoryBudget(percent), title, cost)
+
+
+def _recomputation(name: str, edit: Edit, title: str, cost: str) -> VariantRemedy:
     facts = Facts("speed", "recomputation|saved tensors", title, cost)
     return remedy(name, edited(edit, trained=True), facts)
 
