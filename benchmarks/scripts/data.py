@@ -90,6 +90,24 @@ def tokens(*files: str, vocabulary: int = 50304, count: int = 2**20) -> Maker:
     return make
 
 
+def shards(*files: str, count: int = 2**20, document: int = 400) -> Maker:
+    """Token numbers after a header of 256 integers, as llm.c and modded-nanogpt have them; GPT-2's end of text, 50256,
+    begins a document of about so many tokens.
+    """
+
+    def make(here: Path) -> None:
+        random = numpy.random.default_rng(0)
+        header = numpy.zeros(256, numpy.int32)
+        header[:3] = 20240520, 1, count
+        for name in files:
+            numbers = random.integers(0, 50256, count, dtype=numpy.uint16)
+            starts = random.integers(document // 2, 3 * document // 2, count // document).cumsum()
+            numbers[[0, *starts[starts < count]]] = 50256
+            _write(here / name, header.tobytes() + numbers.tobytes())
+
+    return make
+
+
 def rows(file: str, count: int = 400, **columns: Any) -> Maker:
     """A file of JSON Lines or Parquet; a column is a value, or a function of a generator that makes one."""
 
@@ -118,6 +136,11 @@ def sentence(random: Random) -> str:
 def chat(random: Random) -> list[dict[str, str]]:
     """A column of `rows`: a question and its answer."""
     return [{"role": role, "content": sentence(random)} for role in ("user", "assistant")]
+
+
+def dialogue(random: Random) -> list[dict[str, str]]:
+    """A column of `rows`: a question, as a prompt of a chat."""
+    return [{"role": "user", "content": sentence(random)}]
 
 
 def question(random: Random) -> dict[str, str]:

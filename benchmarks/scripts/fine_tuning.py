@@ -212,4 +212,59 @@ RECIPES = (
         needs=("tensordict", "hydra", "ray", "peft", "torchdata"),
         options="--gpus 2 --gpu a100",
     ),
+    Recipe(  # with transformers before 5
+        "verl grpo",
+        "volcengine/verl",
+        ".",
+        "-m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.val_before_train=False "
+        "data.train_files=gsm8k/train.parquet data.val_files=gsm8k/test.parquet data.train_batch_size=16 "
+        "data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True "
+        "data.truncation=error data.shuffle=False actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct "
+        "actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_alpha=32 "
+        "actor_rollout_ref.actor.optim.lr=3e-6 actor_rollout_ref.model.use_remove_padding=True "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 "
+        "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 "
+        "actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0 "
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True "
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40 "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.name=vllm "
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5 "
+        "actor_rollout_ref.rollout.load_format=safetensors actor_rollout_ref.rollout.layered_summon=True "
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40 "
+        "actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False "
+        "trainer.critic_warmup=0 trainer.logger=console trainer.n_gpus_per_node=1 trainer.nnodes=1 "
+        "trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15",
+        (
+            data.preset("Qwen/Qwen2.5-0.5B-Instruct"),
+            data.tokenizer("Qwen/Qwen2.5-0.5B-Instruct", chat=True),
+            *(
+                data.rows(
+                    f"gsm8k/{part}.parquet",
+                    64,
+                    data_source="openai/gsm8k",
+                    prompt=data.dialogue,
+                    ability="math",
+                    reward_model={"style": "rule", "ground_truth": "7"},
+                    extra_info=data.question,
+                )
+                for part in ("train", "test")
+            ),
+        ),
+        needs=("tensordict", "hydra", "ray", "peft", "torchdata", "zmq", "uvicorn", "fastapi", "msgspec"),
+        options="--gpu h100",
+    ),
+    Recipe(  # with TRL 0.18 and transformers 4.52, which it asks for
+        "open-r1 grpo",
+        "huggingface/open-r1",
+        ".",
+        "src/open_r1/grpo.py --config recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml --vllm_mode colocate",
+        (
+            data.preset("Qwen/Qwen2.5-1.5B-Instruct"),
+            data.tokenizer("Qwen/Qwen2.5-1.5B-Instruct", chat=True),
+            data.rows("open-r1/OpenR1-Math-220k/train.json", problem=data.sentence, solution=data.sentence),
+        ),
+        needs=("trl", "transformers", "datasets", "math_verify", "latex2sympy2_extended"),
+        environment={"PYTHONPATH": "src", "WANDB_MODE": "offline"},
+        options="--gpu h100",
+    ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ def _picotron(here: Path) -> None:
     settings["dataset"]["name"] = "stories"
     settings["environment"]["HF_TOKEN"] = "none"
     (here / "settings.json").write_text(json.dumps(settings))
+
+
+def _minimind(here: Path) -> None:
+    """Its tokenizer, where its scripts look for it from their own folder."""
+    shutil.copytree(here / "model", here.parent / "model")
 
 
 _PICOTRON = {"hidden_size": 960, "intermediate_size": 2560, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -213,5 +219,42 @@ RECIPES = (
         needs=("trl", "transformers", "datasets", "math_verify", "latex2sympy2_extended"),
         environment={"PYTHONPATH": "src"},
         options="--gpu h100",
+    ),
+    Recipe(  # with GPT-2's two files in TIKTOKEN_CACHE_DIR
+        "modded-nanogpt",
+        "KellerJordan/modded-nanogpt",
+        ".",
+        "train_gpt.py",
+        (
+            data.shards("data/fineweb10B/fineweb_val_000000.bin", count=33_000_000),
+            data.shards(*(f"data/fineweb10B/fineweb_train_{n:06}.bin" for n in (1, 2)), count=20_000_000),
+        ),
+        needs=("kernels", "tiktoken", "triton"),
+        options="--gpus 8 --gpu h100",
+    ),
+    Recipe(
+        "llm.c gpt2",
+        "karpathy/llm.c",
+        ".",
+        "train_gpt2.py --input_bin tokens.bin --model d12 --dtype bfloat16 --batch_size 4 --sequence_length 1024 "
+        "--total_batch_size 4096 --flash 1",
+        (data.shards("tokens.bin"),),
+        needs=("tiktoken",),
+    ),
+    *(
+        Recipe(
+            f"minimind {name}",
+            "jingyaogong/minimind",
+            ".",
+            f"trainer/train_{name}.py --from_weight none --data_path data.jsonl --save_dir out",
+            (data.rows("data.jsonl", 2000, **columns), _minimind),
+            needs=("transformers", "datasets"),
+        )
+        for name, columns in (
+            ("pretrain", {"text": data.sentence}),
+            ("full_sft", {"conversations": data.chat}),
+            ("dpo", {"chosen": data.chat, "rejected": data.chat}),
+            ("lora", {"conversations": data.chat}),
+        )
     ),
 )
