@@ -180,11 +180,14 @@ class Normalized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mean = torch.as_tensor([0.4, 0.5, 0.6], dtype=x.dtype, device=x.device)
-        return torch.exp(x - mean[:, None])
+        scale = torch.tensor([[0.1 * column for column in range(64)]], device=x.device)
+        return torch.exp(x - mean[:, None]) * scale
 
 
 def test_constants_of_a_graph_are_on_the_gpu() -> None:
-    """Inductor writes the means into the kernel: there are the input and the result, of 8 x 3 x 64 floats each."""
+    """Inductor writes the means into the kernel, and reads the scales, which are more than eight, from a tensor that is
+    part of the code: a run has the input and the result, of 8 x 3 x 64 floats each.
+    """
     trace = traced_anew(Normalized(), "fp32" + COMPILED, (3, 64), optimizer=None)
     assert not [note for note in trace.notes if "could not be" in note]
     assert peak(trace) == 2 * 8 * 3 * 64 * 4
@@ -1147,6 +1150,18 @@ torch.empty(int(boxes[0, 2]) << 10, dtype=torch.uint8, device="cuda")
 """
     trace = run_script(text)
     assert sorted(s.bytes for s in trace.storages if s.op == "empty") == [3 * 8 * 8 * 4, 10 << 10]
+
+
+def test_a_graph_without_inputs_is_compiled_for_the_gpu() -> None:
+    """The compiler then asks whether there is a GPU, on which it would make tensors for its patterns."""
+    text = """
+import torch
+function = torch.compile(lambda: torch.arange(1024, dtype=torch.float32, device="cuda").exp().sin())
+function()
+"""
+    trace = run_script(text)
+    assert not [note for note in trace.notes if "could not be" in note]
+    assert [s.bytes for s in trace.storages] == [1024 * 4]
 
 
 def test_a_function_that_is_compiled_too_often_runs_eagerly() -> None:

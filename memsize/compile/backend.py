@@ -26,6 +26,7 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut
 from torch._inductor import compile_fx, config, decomposition
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import joint_graph
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import count_tangents, num_fw_fixed_arguments
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -330,6 +331,7 @@ def _tracing() -> Iterator[None]:
                 wrapping(FunctionalTensor, "to", _to_mesh),
                 (decomposition, "is_gpu", lambda _: True),
                 wrapping(decomposition, "use_scatter_fallback", _scattered),
+                wrapping(joint_graph, "lazy_init", _with_patterns),
             ]
         ),
     ):
@@ -339,6 +341,11 @@ def _tracing() -> Iterator[None]:
 def _scattered(original: Callable[..., bool], *args: Any) -> bool:
     """Whether a scattering stays an operator, as on CUDA: the device is the last argument but one."""
     return original(*args[:-2], CUDA.type, args[-1])
+
+
+def _with_patterns(original: Callable[..., None], device: torch.device | None = None) -> None:
+    """The patterns of a graph without inputs are made where it is traced, though there is a GPU."""
+    original(CPU)
 
 
 def _to_mesh(original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:

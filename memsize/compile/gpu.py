@@ -41,6 +41,7 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 from torch.utils import _triton
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.compile.cuda_graphs import CudaGraphs
 from memsize.compile.devices import GpuProperties
@@ -217,6 +218,7 @@ def planning(
         (torch.cuda, "get_device_properties", lambda *_: properties),
         (torch.cuda, "get_device_capability", lambda *_: (properties.major, properties.minor)),
         (GraphLowering, "_compile_to_module", lambda graph: _unloaded(graph, lowered)),
+        wrapping(GraphLowering, "constant_name", _constant_on_gpu),
         (_meta_registrations, "device_hint", lambda _: "cuda"),  # graphs are traced with fakes on the CPU
         (GraphModule, "print_readable", lambda *_, **__: ""),  # a key of caches, which are off
         wrapping(inductor_scheduler.SchedulerNode, "codegen", generating),
@@ -274,6 +276,15 @@ def _unloaded(graph: GraphLowering, lowered: Callable[[GraphLowering], None]) ->
     constants = {**graph.constants, **graph.torchbind_constants}
     call, runner = loaded(code.value, Origins.of(graph), constants, forward)
     return SimpleNamespace(__file__="<memsize>", call=call, runner=runner)
+
+
+def _constant_on_gpu(original: Callable[..., str], graph: Any, name: str, device: torch.device | None = None) -> str:
+    """The name of a constant on a device: a GPU's has no values here."""
+    if device is None or device.type != "cuda":
+        return original(graph, name, device)
+    with _disable_current_modes():
+        copy: str = graph.allocate_non_dup_const_name(f"{name}_cuda0", graph.constants[name].to("meta"))
+    return copy
 
 
 class PaddingTrial(NamedTuple):
