@@ -363,6 +363,7 @@ def test_the_command_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
             "fit a.py:A --budget",
             "--budget has no value. Memory of the device, instead of the GPU's: 15109MiB, 24GB (memsize fit --help)",
         ),
+        ("run --stesp 3 train.py", "no such script: --stesp (did you mean --steps?)"),
         ("run --beside serve:0.3 train.py", "no such script: --beside (an option that memsize run does not have)"),
         ("run --gpu t4 python3 train.py", "no such script: python3 (give the script itself, without python)"),
     ):

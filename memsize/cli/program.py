@@ -8,9 +8,12 @@ import shutil
 import sys
 import traceback
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+
+import click
 
 from memsize.cli.command import WITH_SNAPSHOT, command, is_saved, misplaced
 from memsize.cli.output import Destination
@@ -130,7 +133,9 @@ def _check_started(program: str, module: bool) -> None:
         is_model = Path(program.partition(":")[0]).is_file()
         hint = f"memsize timeline {program} trains a model" if is_model else "-m runs a module"
         if program.startswith("-"):
-            hint = "an option that memsize run does not have"
+            options = [option for parameter in click.get_current_context().command.params for option in parameter.opts]
+            near = get_close_matches(program.partition("=")[0], options, n=1, cutoff=0.75)
+            hint = f"did you mean {near[0]}?" if near else "an option that memsize run does not have"
         hint = "give the script itself, without python" if re.fullmatch(r"(.*/)?python[\d.]*", program) else hint
         raise InputError(f"no such script: {program} ({hint})")
     package = program.partition(".")[0]
