@@ -1591,7 +1591,7 @@ def test_an_actor_of_another_rank_is_refused(tmp_path: Path) -> None:
         memsize.run(script, gpu="t4")
 
 
-ENGINE = """
+SERVED = """
 import asyncio, sys, torch
 import vllm, vllm.entrypoints.cli.serve
 from importlib.metadata import version
@@ -1636,7 +1636,7 @@ def test_the_asynchronous_engine_of_vllm(tmp_path: Path, capfd: pytest.CaptureFi
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
     script = tmp_path / "script.py"
-    script.write_text(ENGINE)
+    script.write_text(SERVED)
     options = ["--gpu_memory_utilization", "0.25", "--worker_extension_cls", "__main__.Extension", "--enforce_eager"]
     run = memsize.run(script, (str(tmp_path / "tiny"), *options), gpu="t4")
     assert run.failure is None
