@@ -515,10 +515,11 @@ _TABLED |= {f"aten::{name}" for name in ("div_.Tensor_mode", "log_sigmoid_forwar
 _TABLED |= {"aten::_sparse_addmm", "aten::t"}  # rules for sparse tensors alone: see test_virtual_gpu
 _TABLED |= {"aten::_fft_c2c", "aten::_fft_r2c", "aten::_fft_c2r"}  # see test_fft_semantics
 _TABLED |= {"aten::addmm.dtype_out"}  # CUDA alone has it: Liger's loss in test_remedies
-OF_A_LIBRARY = "bitsandbytes::"
-"""Ops that PyTorch lacks: see test_bitsandbytes."""
+_TABLED |= {"aten::_weight_int4pack_mm"}  # CUDA alone has it: see test_quanto
+OF_A_LIBRARY = ("bitsandbytes::", "quanto::")
+"""Ops that PyTorch lacks: see test_bitsandbytes and test_quanto."""
 ELEMENTWISE = sorted(
-    name for name in TABLE if name not in _TABLED and not name.startswith((*_LISTS, *_RECURRENT, OF_A_LIBRARY))
+    name for name in TABLE if name not in _TABLED and not name.startswith((*_LISTS, *_RECURRENT, *OF_A_LIBRARY))
 )
 
 
