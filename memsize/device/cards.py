@@ -30,8 +30,8 @@ def _card(row: dict[str, Any]) -> Card:
     aliases = tuple(filter(None, row["aliases"].split("|")))
     least, _, most = row["memory"].rpartition("..")
     size = parse_bytes(f"{least or most.split()[0]} {most.split()[1]}")
-    larger = parse_bytes(most) if least else None
-    return Card(row["name"], (int(major), int(minor)), size, row["source"], aliases, row["platform"], larger)
+    spread = parse_bytes(most) - size if least else 0
+    return Card(row["name"], (int(major), int(minor)), size, row["source"], aliases, row["platform"], spread)
 
 
 _APPLE_SEEN: Final = {

@@ -23,8 +23,7 @@ class Card:
     """One GPU. `capability` is its compute capability, `bytes` its total for CUDA, `source` where that is from.
 
     `platform` is what PyTorch runs it by. Only CUDA's kernels are predicted: elsewhere `capability` is that of the card
-    whose kernels stand in, and only `bytes` is the card's own. `most` is its largest total, where that of some drivers
-    is larger.
+    whose kernels stand in, and only `bytes` is the card's own. Some drivers leave up to `spread` bytes more.
     """
 
     name: str
@@ -33,7 +32,7 @@ class Card:
     source: str
     aliases: tuple[str, ...] = ()
     platform: Platform = "CUDA"
-    most: Size | None = None
+    spread: Size = 0
 
     @property
     def kernels(self) -> tuple[object, ...]:

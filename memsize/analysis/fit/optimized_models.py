@@ -344,9 +344,9 @@ class MemoryBudget:
 
         @contextmanager
         def region() -> Iterator[None]:
-            from torch._functorch import config
+            from torch._functorch import config as functorch_config
 
-            with config.patch(activation_memory_budget=self.percent / 100), forward():
+            with functorch_config.patch(activation_memory_budget=self.percent / 100), forward():
                 yield
 
         return replace(setup, precision=replace(setup.precision, forward=region))

@@ -308,7 +308,7 @@ class Server:
         row = replace(row, weights=profile.weights, profile=profile.step, non_torch=outside, graphs=graphs)
         rest = self._budget(served) - profile.weights - profile.step
         # Some drivers leave more of a GPU's memory.
-        more = int(((self.runner.gpu.most or self.runner.gpu.bytes) - self.runner.gpu.bytes) * served.utilization)
+        more = int(self.runner.gpu.spread * served.utilization)
         left = Interval(rest - outside.high - graphs.high, rest - outside.low - graphs.low + more)
         if served.kv_bytes is not None:
             missing = served.kv_bytes - left.high

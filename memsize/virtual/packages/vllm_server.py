@@ -51,14 +51,15 @@ class FlexibleArgumentParser:
     def parse_args(self, args: list[str]) -> Namespace:
         """Parse a command, a model, and options with a value, several or none."""
         command, model, *rest = args
-        chosen, name = Namespace(subparser=command, model_tag=model), ""
+        options: dict[str, str | bool] = {}
+        name = ""
         for word in rest:
             if word.startswith("--"):
                 name = word[2:].replace("-", "_")
-                setattr(chosen, name, True)
+                options[name] = True
             else:
-                setattr(chosen, name, word)
-        return chosen
+                options[name] = word
+        return Namespace(subparser=command, model_tag=model, **options)
 
 
 class _Serve:
