@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import memsize
 from memsize import Finding, Fit, Report, Trace
@@ -56,7 +56,8 @@ def types(value: Any) -> Any:
     return type(value)
 
 
-@settings(max_examples=10, deadline=None)
+# A report of a hundred fields is large data.
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
 @given(st.data())
 @pytest.mark.parametrize("record", [Report, FitRow, Remedied, Budget, Audit, VerifiedRun, Finding])
 def test_what_is_read_is_what_was_written(record: type, data: st.DataObject) -> None:
