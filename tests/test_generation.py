@@ -21,6 +21,7 @@ import memsize
 from memsize import Generation, ModelRequest
 from memsize.cli import run
 from memsize.errors import InputError, UnknownInputError
+from tests.configs import SMALL_LLAMA
 from tests.gpus import card, estimate_gpu, flow_of
 from tests.models import load_loop, scenario_named
 from tests.process import side_by_side
@@ -42,17 +43,7 @@ from tests.workloads import (
 
 transformers = pytest.importorskip("transformers")
 
-SMALL: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "dtype": "bfloat16",
-}
+SMALL = SMALL_LLAMA | {"vocab_size": 100}
 HEAD = 64 // 4
 TOKEN = 2 * 2 * 2 * HEAD * 2
 """Bytes of one token in the cache: keys and values × layers × key-value heads × width × bytes of bfloat16."""

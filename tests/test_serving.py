@@ -16,6 +16,7 @@ import memsize
 from memsize.cli import run
 from memsize.errors import InputError, ScenarioError, UnknownInputError
 from memsize.units import GiB
+from tests.configs import SMALL_LLAMA
 from tests.gpus import card
 from tests.records import Concurrency, Interval
 from tests.workloads import FULL, SLIDING, CachedLayer, block_layout
@@ -26,18 +27,7 @@ KIB, MIB = 2**10, 2**20
 
 pytest.importorskip("transformers")
 
-SMALL: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 1000,
-    "dtype": "bfloat16",
-}
+SMALL = SMALL_LLAMA | {"vocab_size": 100, "max_position_embeddings": 1000}
 LAYER = 2 * 2 * 16 * 2
 """Bytes of one token in one layer: keys and values × heads × width × bytes of bfloat16."""
 GEMMA = {

@@ -11,22 +11,11 @@ import pytest
 
 import memsize
 from memsize.errors import InputError, UnknownInputError
+from tests.configs import SMALL_LLAMA
 
 pytest.importorskip("transformers")
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 1000,
-    "dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
+LLAMA = SMALL_LLAMA | {"vocab_size": 128, "max_position_embeddings": 1000, "tie_word_embeddings": False}
 QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MIXTURE = LLAMA | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4,

@@ -19,8 +19,8 @@ from memsize.spec.requests import GenerateRequest, ServeRequest
 from memsize.spec.scenario import refuse_compiled, select, selected
 
 if TYPE_CHECKING:
-    from memsize.analysis.runner import Runner
-    from memsize.analysis.serving.server import Drafter
+    from memsize.analysis.serving.drafting import Draft
+    from memsize.analysis.serving.server_runs import ServerRuns
     from memsize.records.generation import GenerationReport
     from memsize.records.report import Report
     from memsize.records.serving import ServingReport
@@ -155,7 +155,9 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
         model = _one_of(request.serving.tensor_parallel_size, model, report_progress)
     with model_of(model, report_progress, where.name) as loaded:
         from memsize.analysis.runner import Runner
-        from memsize.analysis.serving.server import MIXED, Server, served_scenarios
+        from memsize.analysis.serving.scenarios import served_scenarios
+        from memsize.analysis.serving.server import Server
+        from memsize.analysis.serving.server_runs import MIXED, ServerRuns
         from memsize.workloads.generation import generate_of
         from memsize.workloads.serving import reads_images
 
@@ -167,29 +169,27 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
             loaded.name, loaded.model, inputs, training=False, gpu=where, stack=gpu.releases, whole=model.whole
         )
         allocator = AllocatorConfig.of(gpu.allocator, gpu.releases.release)
-        speculation, tp = request.serving.speculation, request.serving.tensor_parallel_size
-        with _drafter(speculation.model if speculation else None, tp, runner, report_progress) as draft:
-            server = Server(runner, prompts, request.serving, allocator, report_progress, draft)
-            return server.report(scenarios, loaded.notes)
+        runs = ServerRuns(runner, prompts, request.serving, allocator, report_progress)
+        speculation = request.serving.speculation
+        with _draft(speculation.model if speculation else None, runs) as draft:
+            return Server(runs, draft).report(scenarios, loaded.notes)
 
 
 @contextmanager
-def _drafter(
-    name: str | None, gpus: int, target: Runner, report_progress: Callable[[str], None]
-) -> Iterator[Drafter | None]:
+def _draft(name: str | None, target: ServerRuns) -> Iterator[Draft | None]:
     """The model that drafts tokens for a server, loaded while this is open."""
     if name is None:
         yield None
         return
-    from memsize.analysis.serving.server import Drafter
+    from memsize.analysis.serving.drafting import Draft
 
-    model = ModelRequest.of(name, mode="eval")
+    model, gpus = ModelRequest.of(name, mode="eval"), target.serving.tensor_parallel_size
     if gpus > 1:
-        model = _one_of(gpus, model, report_progress)
-    with model_of(model, report_progress, target.gpu.name) as loaded:
+        model = _one_of(gpus, model, target.progress)
+    with model_of(model, target.progress, target.runner.gpu.name) as loaded:
         prompts = prompts_of(model, loaded)
-        runner = replace(target, name=loaded.name, model=loaded.model, inputs=prompts(1), whole=model.whole)
-        yield Drafter(runner, prompts)
+        runner = replace(target.runner, name=loaded.name, model=loaded.model, inputs=prompts(1), whole=model.whole)
+        yield Draft(replace(target, runner=runner, prompts=prompts, quantized={}))
 
 
 def _one_of(gpus: int, model: ModelRequest, report_progress: Callable[[str], None]) -> ModelRequest:

@@ -10,16 +10,15 @@ from typing import Final
 
 from memsize.analysis.remedies import Ladder, Need, Remedy, RemedySearch, try_remedies
 from memsize.analysis.runner import Runner
+from memsize.analysis.serving.scenarios import as_served
 from memsize.device.cards import CARDS
 from memsize.errors import InputError
 from memsize.loading.hubs import checkpoint_config_of
-from memsize.precision.quantization_config import checkpoint_layout
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card
 from memsize.records.serving import ServingRow
 from memsize.spec.generation import ServerArguments, Serving
 from memsize.spec.scenario import Scenario, quantized_from
-from memsize.spec.server_rules import Rules
 from memsize.units import GiB, format_bytes
 from memsize.workloads.served_parts import part_of, served_kind
 from memsize.workloads.serving import encoder_size
@@ -27,19 +26,6 @@ from memsize.workloads.serving import encoder_size
 _UTILIZATION: Final = 0.95
 """The largest part of a GPU's memory that is tried."""
 _CARDS: Final = (2, 4, 8)
-_ONLINE: Final[dict[str, tuple[str, dict[str, object]]]] = {
-    "fp8-weight": ("weights in fp8 but for the head", {"quant_method": "fp8", "activation_scheme": "dynamic"}),
-    "int4-weight": ("weights in AWQ's 4 bits but for the head", {"quant_method": "awq", "bits": 4, "group_size": 128}),
-}
-"""A server's own way to store a scenario's weights: with experts, without the head (`--quantization fp8` of vLLM)."""
-
-
-def as_served(scenario: Scenario, rules: Rules) -> Scenario:
-    """`scenario` with quantized weights as a server has them."""
-    if scenario.layout not in _ONLINE:
-        return scenario
-    title, entries = _ONLINE[scenario.layout]
-    return replace(scenario, title=title, layout=checkpoint_layout(entries, unpacked=rules.products == "unpacks"))
 
 
 def arguments_of(runner: Runner, serving: Serving, context: int) -> ServerArguments:
