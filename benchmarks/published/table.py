@@ -25,12 +25,14 @@ GAPS: Final = FOLDER / "gaps.csv"
 LOW: Final = 0.01
 """From this share on, a prediction below the measurement counts as too low."""
 
-_OUTSIDE: Final = ("device", "outside")
+_OUTSIDE: Final = ("device", "outside", "graphs")
+"""What PyTorch does not allocate: predicted as intervals."""
 _LISTED: Final = "gpumemnet/convolutional"
 """Some of the networks whose errors are kept."""
 _ROUNDING: Final = 1e-6
 _WHOLE_CARDS: Final = {
     "outside": "outside PyTorch, in vLLM's logs",
+    "graphs": "CUDA graphs, in vLLM's logs",
     "device": "GPUMemNet's transformers, A100 40GB",
 }
 _ORDER: Final = get_args(Kind)
@@ -110,10 +112,10 @@ def _of_ranks(line: Mapping[str, str]) -> Error:
 
 
 def _figure(row: Compared) -> str:
-    """The figure of a line: a server's are its cache, in any unit, and the parts of what it takes beside it."""
+    """The figure of a line: a server's are its cache, in any unit, and the weights and steps beside it."""
     if row.row.source.kind != "servers" or row.row.figure in _OUTSIDE:
         return row.row.figure
-    return "cache" if row.row.figure in ("cache", *COUNTS) else "parts"
+    return "cache" if row.row.figure in ("cache", *COUNTS) else "weights, step"
 
 
 def gaps() -> list[Gap]:
