@@ -102,7 +102,7 @@ def test_how_near_allocated_is(kind: str, median: float, most: float, worst: flo
     assert abs(found.worst) <= worst
 
 
-def test_most_figures_of_whole_cards_lie_inside() -> None:
+def test_most_figures_that_pytorch_does_not_allocate_lie_inside() -> None:
     every = table.devices().splitlines()[-1]
     count, inside, width = (int(found) for found in re.findall(r" (\d+) (?:\||MiB)", every))
     assert count > 900 and inside >= 0.95 * count and width <= 300
@@ -111,7 +111,7 @@ def test_most_figures_of_whole_cards_lie_inside() -> None:
 def test_a_figure_counts_once() -> None:
     """200 perceptrons, 785 networks, of which 39 are listed one by one too, 65 transformers, and vLLM's logs."""
     listed, transformers = (len(rows([f"gpumemnet/{name}"])) for name in ("convolutional", "transformers"))
-    others = sum(row.figure == "outside" for row in rows())
+    others = sum(row.figure in ("outside", "graphs") for row in rows())
     assert (listed, transformers) == (39, 65)
     assert f"| all | {200 + 785 + transformers + others} |" in table.devices()
 
