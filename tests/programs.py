@@ -14,7 +14,7 @@ from memsize.analysis.ranks import run_ranks as run_ranks
 from memsize.device.cards import card
 from memsize.ranks.peers import LonelyStore as LonelyStore
 from memsize.virtual.gpu_tensors import is_stand_in as is_stand_in
-from memsize.virtual.host_memory import HostMemory as HostMemory
+from memsize.virtual.host_memory import HostMemory as HostMemory, pages_read as pages_read
 from memsize.virtual.ledger.stream_order import AHEAD as AHEAD, StreamOrder as StreamOrder
 from memsize.workloads.program import Program, Settings
 from tests.models import Workspaces

@@ -261,7 +261,7 @@ def test_the_least_recomputation_that_fits_is_named() -> None:
     ]
     *_, finding = fit_rules.what_is_enough(Remedied("fp32", "T4", 8, 80, 100, tuple(rows), (), None), "batch")
     assert finding.text() == (
-        "The least recomputation that fits is 3 selectively: it computes no product again, only what lies between."
+        "The least recomputation that fits is 3 selectively: no matrix product is computed again."
     )
 
 

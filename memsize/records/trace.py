@@ -257,7 +257,7 @@ class HostUse(NamedTuple):
             HostRow("tensors", self.tensors, self.tensors),
             HostRow("pinned memory", self.pinned, self.blocks),
             HostRow("paged optimizer state", self.managed, self.managed),
-            HostRow("batches made ahead", self.batches, self.batches),
+            HostRow("prefetched batches", self.batches, self.batches),
         )
         used = tuple(row for row in kinds if row.reserved)
         if used:

@@ -8,12 +8,16 @@ Source: aten/src/ATen/core/CachingHostAllocator.h (2.11 to 2.14).
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from random import Random
+from types import FunctionType, ModuleType
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -50,12 +54,40 @@ def _memory_of(process: int | str, *kinds: str) -> int:
     return 0
 
 
-def _storages_of(dataset: Any) -> Iterator[torch.UntypedStorage]:
-    """The storages of tensors among the attributes of a dataset, or in a tuple there, each once."""
-    values = vars(dataset).values() if hasattr(dataset, "__dict__") else ()
-    tensors = chain.from_iterable(value if isinstance(value, tuple) else (value,) for value in values)
-    storages = (t.untyped_storage() for t in tensors if isinstance(t, Tensor) and t.layout is torch.strided)
-    return iter({storage._cdata: storage for storage in storages}.values())
+_PAGE: Final = 4096
+_SMALL: Final = 512
+"""Bytes of the largest blocks of Python's own allocator, which are multiples of 16 (Objects/obmalloc.c)."""
+_TENSOR: Final = 512
+"""Bytes of a tensor beside its numbers: the Python object, `TensorImpl` and `StorageImpl` (measured with 2.13)."""
+_SAMPLE: Final = 100
+"""Items that stand for all of a container."""
+_NOT_DATA: Final = (type, ModuleType, FunctionType, nn.Module)
+
+
+def pages_read(value: Any, seen: set[int]) -> int:
+    """Bytes of the pages that a fork copies when it reads all that `value`, the dataset of a loader, holds, but for
+    what has been `seen`. Of a long container a sample stands for all.
+
+    Python counts the users of an object in the object, so that to read one is to write to its page. The numbers of
+    arrays and large tensors, and what libraries hold outside Python (tables of Arrow), stay shared.
+    """
+    if id(value) in seen or issubclass(type(value), _NOT_DATA):
+        return 0
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage() if value.layout is torch.strided else None
+        if storage is None or storage._cdata in seen:
+            return _TENSOR
+        seen.add(storage._cdata)
+        return _TENSOR + min(storage.nbytes(), _PAGE)
+    of_objects = type(value).__module__ == "numpy" and str(getattr(value, "dtype", "")) == "object"
+    items = value.tolist() if of_objects else gc.get_referents(value)
+    sample = Random(0).sample(items, _SAMPLE) if len(items) > _SAMPLE else items
+    inside = sum(pages_read(item, seen) for item in sample)
+    size = sys.getsizeof(value)
+    if size > _SMALL and isinstance(value, (list, dict, set)):  # whose table is elsewhere
+        size = type(value).__basicsize__ + 16
+    return min(-(-size // 16) * 16, _PAGE) + inside * len(items) // max(len(sample), 1)
 
 
 def staged_for_host(
@@ -162,16 +194,17 @@ class HostMemory:
         return batch
 
     def _measure_workers(self, loader: Any) -> None:
-        """Measure the workers of a `loader` after 1, 2, 4, … batches. Where they are forks, their memory grows as they
-        write to pages that they share with this process: Python counts the users of each object in the object. Tensors
-        that the dataset holds are only read.
+        """Measure the workers of a `loader` after 1, 2, 4, … batches. Where they are forks, they have copied what they
+        write to for each batch by then, and go on to copy the objects of the dataset as they read them.
         """
         count, own, shared = self._workers.get(loader, (0, 0, 0))
         if not count & (count + 1):
             sizes = [[_memory_of(worker.pid, *kinds) for kinds in (_OWN, _ANY)] for worker in loader._workers]
             own = sum(size for size, _ in sizes)
-            read = sum(storage.nbytes() for storage in _storages_of(loader._dataset))
-            shared = sum(max(size - own - read, 0) for own, size in sizes)
+            read = sys.maxsize
+            with suppress(RecursionError):  # of a list whose items link to one another
+                read = pages_read(loader._dataset, set()) if own else 0
+            shared = sum(min(max(size - own, 0), read) for own, size in sizes)
         self._workers[loader] = count + 1, own, shared
         self._of_workers = max(self._of_workers, sum(own for _, own, _ in self._workers.values()))
         self._shared = max(self._shared, sum(shared for *_, shared in self._workers.values()))

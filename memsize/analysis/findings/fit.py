@@ -300,7 +300,7 @@ def what_is_enough(remedied: Remedied | None, vary: str) -> Iterator[Finding]:
         yield Finding("remedy-enough", text, values | {"names": ", ".join(alone)}, brief=text)
     if recomputing := [row for row in enough if row.recomputed is not None]:
         least = min(recomputing, key=lambda row: (row.recomputed, row.saved))
-        text = "The least recomputation that fits is {name}: it computes no product again, only what lies between."
+        text = "The least recomputation that fits is {name}: no matrix product is computed again."
         if least.recomputed:
             text = "The least recomputation that fits is {name}: it computes {share} of the forward's products again."
         values |= {"name": least.name, "share": f"{least.recomputed:.0%}".replace("%", " %")}

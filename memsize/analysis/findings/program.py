@@ -325,11 +325,12 @@ def _host(run: ProgramRun) -> Iterator[Finding]:
     brief = "The script also needs {memory} of RAM."
     text = (
         "The script also needs {memory} of RAM: {process} for Python, its libraries and data, {workers} for workers of "
-        "data loaders, and {needs} for copies from the GPU, pinned memory and batches that are made ahead."
+        "data loaders, and {needs} for copies from the GPU, pinned memory and prefetched batches."
     )
     if host.shared > host.memory // 10:
         brief = (
-            "The script also needs {memory} of RAM; workers of data loaders may copy up to {more} more as they read on."
+            "The script also needs {memory} of RAM, and up to {more} more as the workers of its data loaders copy the "
+            "Python objects of the dataset that they read."
         )
     yield Finding("run-host", text, values, bytes=host.memory, brief=brief)
 
