@@ -19,6 +19,7 @@ from memsize.cli.working import Session, fill_closed_streams, give_up_stdout, sa
 from memsize.errors import MemsizeError, TorchMissingError, first_line, in_one_line, nearest, quoted
 from memsize.interrupt import INTERRUPTED
 from memsize.printable import LONGEST, shortened
+from memsize.spec.other_names import other_name
 
 _USER, _BUG, _PIPE_CLOSED = 2, 1, 141
 
@@ -177,36 +178,6 @@ def _without_torch(arguments: Sequence[str], session: Session) -> int:
     return _fail(str(TorchMissingError()), session, _USER)
 
 
-_OTHER_NAMES = {
-    "--base": "--scenario",
-    "--bs": "--batch-size",
-    "--capacity-factor": "--imbalance",
-    "--context": "--seq-len",
-    "--dtype": "--scenario",
-    "--guidance-scale": "--arg guidance_scale=3.5",
-    "--height": "--arg height=1024",
-    "--load-in-4bit": "--base nf4",
-    "--load-in-8bit": "--base int8",
-    "--lora-modules": "--enable-lora",
-    "--lora-paths": "--enable-lora",
-    "--model": "--against",
-    "--num-speculative-tokens": "--speculative-config",
-    "--optim": "--train",
-    "--optimizer": "--train",
-    "--pipeline-parallel-size": "--tp",
-    "--pp": "--tp",
-    "--precision": "--scenario",
-    "--qlora": "--lora r=16 --base nf4",
-    "--quantization": "--scenario",
-    "--shape": "--input",
-    "--speculative-algorithm": "--speculative-config",
-    "--speculative-draft-model-path": "--speculative-config",
-    "--speculative-model": "--speculative-config",
-    "--vram": "--budget",
-    "--width": "--arg width=1024",
-    "--world-size": "--gpus",
-}
-"""What other tools call options."""
 _INSTEAD: dict[tuple[str | None, str], str] = {
     ("check", "--compile"): 'write scenario = "fp32+compile" in the file',
     ("serve", "--compile"): "vLLM compiles models itself, which serve counts; --enforce-eager leaves it out",
@@ -222,9 +193,9 @@ def _usage(error: click.ClickException) -> str:
         return text
     if isinstance(error, click.NoSuchOption):
         flags = {flag.lstrip("-"): flag for parameter in context.command.params for flag in parameter.opts} | _HELP
-        meant = _OTHER_NAMES.get(error.option_name, "")
+        meant = other_name(error.option_name, flags.values())
         name = error.option_name.lstrip("-")
-        near = (meant,) if meant.partition(" ")[0] in flags.values() else nearest(name, flags)
+        near = (meant,) if meant else nearest(name, flags)
         hint = f": did you mean {', '.join(near)}?" if near else ""
         if not any(flag.lstrip("-").startswith(name) or flag == meant for flag in near):
             hint = _elsewhere(error.option_name, context) or hint

@@ -27,6 +27,7 @@ from types import UnionType
 from typing import Any, Final, Literal, TypeVar, Union, get_origin
 
 from memsize.errors import InputError, UnknownInputError, quoted
+from memsize.spec.other_names import other_name
 
 Kind = Literal["text", "count", "number", "flag", "list", "texts", "table", "path"]
 """``list`` is written with commas, also in parts; ``texts`` is written once for each text."""
@@ -356,10 +357,29 @@ def of_keywords(
     accepted = {**keywords_of(request), **also}  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in accepted:
-            raise UnknownKeywordError("keyword", name, accepted, problem=f"unknown keyword `{name}`")
+            meant = _keyword_meant(name, request)
+            near = (meant,) if meant else None
+            raise UnknownKeywordError("keyword", name, accepted, near=near, problem=f"unknown keyword `{name}`")
         _check_annotation(name, value, accepted[name].annotation)
     own = {name: values.pop(name) for name in also if name in values}
     return build(request, values, python=True), own
+
+
+def _keyword_meant(name: str, request: type) -> str | None:
+    """The keyword for which another library has this `name`, and its value if that says one: ``base="nf4"``."""
+    choices = {flag: choice for choice in options_of(request).values() for flag in choice.flags}
+    choices |= {flag.partition("/")[0]: choice for flag, choice in choices.items()}
+
+    def keyword(flag: re.Match[str]) -> str:
+        choice, value = choices[flag[1]], flag[2]
+        key = choice.python or choice.key
+        if value and choice.kind == "table":
+            argument, _, number = value.partition("=")
+            return f'{key}={{"{argument}": {number}}}'
+        return f'{key}="{value}"' if value else key
+
+    meant = other_name(name, choices)
+    return meant and re.sub(r"(--[a-z-]+)(?: (?!--)(\S+))?", keyword, meant)
 
 
 def _check_annotation(key: str, value: object, annotation: str) -> None:
