@@ -174,6 +174,8 @@ PINNED = {"torch": "2.13.0", "transformers": "5.23.0"}
             "preflight/convolutional: model=resnet50 batch=32 size=224 figure=allocated", marks=pytest.mark.slow
         ),
         pytest.param("liger/experts: op=experts mode=backward E=8", marks=pytest.mark.slow),
+        # On a card with a total of its own
+        "server/llama-3: model=llama-3-8b gib=79.22 figure=weights",
         "liger/added-rms-norm: op=added-rms-norm H=2048",
         "liger/rotary: op=rotary T=1024",
         "liger/swiglu: op=swiglu T=1024",

@@ -298,7 +298,7 @@ def _served(gpu: str, server: str, model: str, gib: str | None, options: tuple[t
     arguments: dict[str, Any] = {"scenarios": "as-given"} | {name: _value(value) for name, value in options}
     if tokens := arguments.pop("mtp", None):
         arguments["speculative_config"] = json.dumps({"method": "mtp", "num_speculative_tokens": tokens})
-    own = {} if gib is None else {cards._key(gpu): replace(cards.card(gpu), bytes=round(float(gib) * GiB), most=None)}
+    own = {} if gib is None else {cards._key(gpu): replace(cards.card(gpu), bytes=round(float(gib) * GiB), spread=0)}
     with tempfile.TemporaryDirectory() as folder, patch.dict(cards._BY_KEY, own):
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(_CONFIGS.get(model, {})))
