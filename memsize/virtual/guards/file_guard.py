@@ -143,8 +143,8 @@ class FileGuard(Guard):
     def _check_event(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             path, _, flags = args
-            if isinstance(path, (str, bytes, os.PathLike)) and (flags or 0) & _WRITING:
-                self._check(os.path.realpath(os.fsdecode(path)), "write", _holds_something)
+            if isinstance(path, (str, bytes, os.PathLike)):
+                self._check_open(os.path.realpath(os.fsdecode(path)), flags or 0)
         elif event == "os.mkdir":
             path = resolved(args[0], *args[2:3])
             if not os.path.lexists(path):  # os.makedirs tries folders that are there, too
@@ -155,6 +155,12 @@ class FileGuard(Guard):
                 if not isinstance(path, int):  # of an open file: it was checked when it was opened
                     matters = _holds_something if change.verb == "replace" else os.path.lexists
                     self._check(resolved(path, folder), change.verb, matters)
+
+    def _check_open(self, name: str, flags: int) -> None:
+        if flags & _WRITING:
+            self._check(name, "write", _holds_something)
+        elif flags & os.O_CREAT and not os.path.lexists(name):  # the lock of torch.utils.cpp_extension, for one
+            self.new.add(name)
 
     def _check(self, name: str, verb: str, matters: Callable[[str], bool]) -> None:
         if any(part in name for part in _PASSING) or self._is_new(name):
