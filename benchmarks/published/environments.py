@@ -106,7 +106,7 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
             "diffusers-0.34.0",
             (
                 *("diffusers==0.34.0", "transformers==4.51.3", "huggingface-hub==0.31.4", "tokenizers==0.21.1"),
-                *("accelerate==1.7.0", "torchao==0.11.0", "optimum-quanto==0.2.7"),
+                *("accelerate==1.7.0", "torchao==0.11.0", "optimum-quanto==0.2.7", "gguf==0.19.0"),
                 *"ninja importlib_metadata zipp requests urllib3 certifi idna charset-normalizer".split(),
             ),
             dependencies=False,

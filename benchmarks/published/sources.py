@@ -765,7 +765,8 @@ _NEWER: Final = (
         "reserved",
         GIB,
         "low",
-        "the releases; that the GPU is given for torchao's models as the page does it for 4 bits; the order of loading",
+        "the releases; that the GPU is given for torchao's models as the page does it for 4 bits; the order of loading"
+        "; that the GGUF files are city96's, whose tools say which layers are quantized",
         "diffusers-0.34.0",
         "on the page",
     ),
@@ -875,12 +876,6 @@ NOT_COUNTED: Final = (
         "the first took 3.13 GB where 1.69 are predicted: the difference is a second copy of the model, 1.44, as a "
         "session has it that ran the variant without a cache before; of the second, it is not stated how many tokens "
         "came before the end",
-    ),
-    (
-        "FLUX.1-dev with Quanto's weights of 4 bits, or with GGUF's",
-        "https://github.com/huggingface/blog/blob/main/diffusers-quantization.md",
-        "Quanto's took 12.25 GiB after loading: moved from the CPU as those of 8 bits are, they would take 10.65, "
-        "quantized on the GPU 16.3 to 17.0, and the page has no script for them; GGUF's were not predicted",
     ),
     (
         "torch.compile in Liger-Kernel's tables and in the book's generations, and torchao's FP8 optimizer with it",

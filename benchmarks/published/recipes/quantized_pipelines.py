@@ -102,7 +102,7 @@ def _torchao_config(weights: str, name: str) -> Any:
 
 
 def _on_cpu(*names: str, weights: str = "bf16") -> dict[str, nn.Module]:
-    """Components in bfloat16, or with Quanto's weights, without what it took to make them."""
+    """Components in bfloat16, or with Quanto's or GGUF's weights, without what it took to make them."""
     from diffusers import AutoencoderKL, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
@@ -133,20 +133,46 @@ def _pipeline(components: dict[str, nn.Module]) -> Any:
 
 
 def _quantize(model: Any, weights: str) -> None:
-    """All linear layers by Quanto. In int8, where the page leaves it to the libraries, not T5's `wo`: transformers
-    leaves it alone, as it may keep it in float32. Layers of the transformer alone are stored in float8 and cast.
-    """
-    from optimum.quanto import freeze, qfloat8, qint8, quantize
+    """All linear layers by Quanto. In int8 and int4, where the page leaves it to the libraries, not T5's `wo`:
+    transformers leaves it alone, as it may keep it in float32. Layers of the transformer alone are stored in float8 and
+    cast, or as a GGUF file has them.
 
-    if weights == "cast-float8":
-        if hasattr(model, "enable_layerwise_casting"):
-            model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
-        return
-    if weights == "quanto-int8":
-        quantize(model, weights=qint8, exclude="*.wo")
-    else:
-        quantize(model, weights=qfloat8)
-    freeze(model)
+    T5 is in int8 beside a transformer in int4: the page gives both libraries `weights_dtype`, but transformers calls it
+    `weights`, whose default is int8 (`utils/quantization_config.py`, QuantoConfig).
+    """
+    from optimum.quanto import freeze, qfloat8, qint4, qint8, quantize
+
+    is_transformer = hasattr(model, "enable_layerwise_casting")
+    kind, _, dtype = weights.partition("-")
+    if kind == "quanto":
+        weight = qfloat8 if dtype == "float8" else qint4 if dtype == "int4" and is_transformer else qint8
+        quantize(model, weights=weight, exclude=None if dtype == "float8" else "*.wo")
+        freeze(model)
+    elif kind == "gguf" and is_transformer:
+        _store_blocks(model, dtype)
+    elif is_transformer:
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+
+
+def _store_blocks(transformer: nn.Module, dtype: str) -> None:
+    """Hold the linear layers of the blocks as the page's GGUF file has them. Embedders and the last layer have float32
+    or float16 (city96/ComfyUI-GGUF, tools/lcpp.patch), which diffusers reads in bfloat16.
+    """
+    from diffusers.quantizers.gguf.utils import GGML_QUANT_SIZES, GGUFLinear, GGUFParameter
+    from gguf import GGMLQuantizationType
+
+    kind = GGMLQuantizationType[dtype]
+    numbers, size = GGML_QUANT_SIZES[kind]
+    layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
+    for name, layer in layers.items():
+        if "transformer_blocks." not in name:
+            continue
+        shape = layer.out_features, layer.in_features // numbers * size
+        with torch.device("meta"):
+            stored = GGUFLinear(layer.in_features, layer.out_features, True, compute_dtype=torch.bfloat16)
+        stored.weight = GGUFParameter(torch.empty(shape, dtype=torch.uint8, device="cuda"), quant_type=kind)
+        stored.bias = layer.bias
+        transformer.set_submodule(name, stored)
 
 
 def _image(pipeline: Any) -> None:
