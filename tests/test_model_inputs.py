@@ -335,7 +335,31 @@ def test_token_ids_with_their_batch_are_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("size", ["2048", "1,2048"])
-def test_an_embedding_of_floats_names_the_option(size: str) -> None:
+def test_an_embedding_of_floats_names_the_option() -> None:
     with pytest.raises(ForwardError, match='an embedding looks up integers: input_size="2048:int64" batch_size=1'):
-        memsize.report(nn.Sequential(nn.Embedding(10, 4)), size)
+        memsize.report(nn.Sequential(nn.Embedding(10, 4)), "1,2048")
+
+
+class Tagged(nn.Module):
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.words, self.tags, self.dense = nn.Embedding(10, 4), nn.Embedding(3, 4), nn.Linear(6, 4)
+        self.mixes = mixes
+
+    def forward(self, words: torch.Tensor, tags: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        looked_up = self.words(words) + nn.functional.embedding(tags, self.tags.weight)
+        return looked_up.sum(1) + self.dense(words if self.mixes else dense)
+
+
+def test_an_embedding_looks_up_integers() -> None:
+    """2 texts of 8 words and 8 tags are 2 × 2 × 8 × 8 bytes, 2 × 6 features 48."""
+    report = memsize.report(Tagged(), ("words=8", "tags=8", "dense=6"), batch_size=2, train="sgd")
+    assert [input.spec.dtype for input in report.trace.inputs] == ["int64", "int64", "float32"]
+    assert report.totals.input_bytes == 2 * 2 * 8 * 8 + 2 * 6 * 4
+    assert "words, tags: int64, as nn.Embedding needs" in report.trace.notes
+
+
+@pytest.mark.parametrize("sizes", [("words=6", "tags=6", "dense=6"), ("words=6:float32", "tags=6", "dense=6")])
+def test_an_input_that_is_also_multiplied_is_refused_as_it_was(sizes: tuple[str, ...]) -> None:
+    with pytest.raises(ForwardError, match="failed in words"):
+        memsize.report(Tagged(mixes=True), sizes)

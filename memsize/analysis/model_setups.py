@@ -37,6 +37,7 @@ from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import GpuSetup, Run, Setup, give_shapes
 from memsize.workloads import kept_for_backward
 
+_LOOKED_UP = "{}: int64, as nn.Embedding needs"
 _CAST = "floating-point inputs were cast to {}, the model's dtype: it does not run on them as given"
 _LATE = "the forward registers {}: the model is shown as it is after a first forward"
 _SCRIPTED = "TorchScript hides calls of its layers: their outputs and saved tensors are in the row of {}"
@@ -131,6 +132,8 @@ class ModelSetups:
         is_own = scenario.recipe == "as-given"
         if is_own and self._inputs_are_cast and self._given_floating is not None:
             yield _CAST.format(dtype_name(self._given_floating))
+        if self.inputs.looked_up:
+            yield _LOOKED_UP.format(self.inputs.looked_up)
         if self._scripted:
             yield _SCRIPTED.format(join_names(self._scripted))
         if self.late:

@@ -27,6 +27,7 @@ from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.torch_internals.isolation import forget_run
 from memsize.torch_internals.pytree import paths_of
 from memsize.tracing.ddp import buckets_of
+from memsize.tracing.failure import looked_up_length
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup
 from memsize.workloads import Forward, Proof, Workload, kept_for_backward
@@ -234,8 +235,21 @@ class Runner(ModelSetups):
             self.late = tuple(".".join(filter(None, name)) for name in after if name not in before)
             return self._run(request, listener)
         if failed is not None:
-            raise failed
+            return self._run_with_token_ids(request, listener, failed)
         return trace
+
+    def _run_with_token_ids(self, request: _RunRequest, listener: Listener | None, failed: ForwardError) -> Trace:
+        """Run with integers for the input that an embedding could not look up; raise `failed` if that fails too."""
+        floating, length = self.inputs, looked_up_length(failed)
+        integers = floating.with_token_ids(length) if length else None
+        if integers is None:
+            raise failed
+        self.inputs = integers
+        try:
+            return self._run(request, listener)
+        except ForwardError:
+            self.inputs = floating
+            raise failed from None
 
     def _shows_counting(self, request: _RunRequest) -> bool:
         """Whether to look for counters that a run changes: in that of a short model, and the first of each kind."""

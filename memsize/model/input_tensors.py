@@ -31,7 +31,8 @@ class ModelInputs:
 
     `resizable` says whether the batch size can be chosen; where it can't, `make` is only called with `batch_size`.
     `note` is a remark for the reader of a report. `typed` lists the arguments, by position or name, whose dtype
-    the user chose; None stands for all of them.
+    the user chose; None stands for all of them. `specs` are what they are made of, if that is so, and `looked_up` names
+    those that were made integers since an embedding looks them up.
     """
 
     make: Callable[[int], Call]
@@ -39,6 +40,8 @@ class ModelInputs:
     resizable: bool
     note: str | None = None
     typed: frozenset[int | str] | None = frozenset()
+    specs: tuple[InputSpec, ...] = ()
+    looked_up: str = ""
 
     def call(
         self, batch_size: int | None = None, floating: torch.dtype | None = None, *, typed_too: bool = True
@@ -57,6 +60,15 @@ class ModelInputs:
         args, kwargs = self.make(self.batch_size)
         chosen = [value for key, value in _by_key(args, kwargs).items() if self._is_typed(key)]
         return {tensor.dtype for tensor in tensors_in(chosen) if _is_cast(tensor)}
+
+    def with_token_ids(self, length: int) -> ModelInputs | None:
+        """The same with int64 for the input of this one size without a dtype; None if there is none."""
+        for number, spec in enumerate(self.specs):
+            if spec.dtype is None and spec.shape == (length,):
+                specs = (*self.specs[:number], replace(spec, dtype="int64"), *self.specs[number + 1 :])
+                names = ", ".join(filter(None, (self.looked_up, spec.name or "input")))
+                return replace(inputs_from_specs(specs, self.batch_size), looked_up=names)
+        return None
 
     def _is_typed(self, key: int | str) -> bool:
         return self.typed is None or key in self.typed
@@ -100,7 +112,7 @@ def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInput
     positional = [spec for spec in specs if spec.name is None]
     typed = {position for position, spec in enumerate(positional) if spec.dtype is not None}
     named = {spec.name for spec in specs if spec.name and spec.dtype}
-    return ModelInputs(make, batch_size, True, typed=frozenset({*typed, *named}))
+    return ModelInputs(make, batch_size, True, typed=frozenset({*typed, *named}), specs=tuple(specs))
 
 
 def _with_tokens(spec: InputSpec, model: nn.Module) -> InputSpec:

@@ -7,7 +7,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from memsize.errors import first_line, message_of
+from memsize.errors import ForwardError, first_line, message_of
 from memsize.processes.user_code import is_outside
 from memsize.records.trace import Failure
 from memsize.tracing.ledger import Ledger
@@ -46,6 +46,15 @@ _WITHOUT_LAYER = {
     "loss": "the loss failed",
 }
 """What to call a failure in each phase in which no layer runs."""
+
+
+def looked_up_length(error: ForwardError) -> int | None:
+    """The size of the floating input, beside its batch, that an embedding was to look up; None for another failure."""
+    failure = error.trace.failure if error.trace is not None else None
+    if failure is None or _LOOK_UP not in message_of(error.__cause__ or error):
+        return None
+    sizes = re.search(r"\[\d+,(\d+)\]", failure.inputs[0] if failure.inputs else "")
+    return int(sizes[1]) if sizes else None
 
 
 def _reason(error: Exception, module: ModuleRecord, phase: str, inputs: tuple[str, ...]) -> str:
