@@ -81,8 +81,9 @@ class Asked:
 
     capability: tuple[int, int]
     convolutions: list[Convolution]
+    wanted: str | None = None
 
-    source = release = wanted = None
+    source = release = None
 
     def workspace(self, convolution: Convolution) -> int:
         self.convolutions.append(convolution)
@@ -134,15 +135,23 @@ def test_a_frozen_weight_or_input_asks_for_less() -> None:
         (lambda: nn.Conv1d(8, 16, 5, padding=2), (4, 8, 9), 2 * 8 * 5 * 9),
         (lambda: nn.Conv2d(8, 16, 1), (4, 8, 9, 9), 2 * 8 * 81),
         (lambda: nn.Conv2d(8, 16, 1, stride=2), (4, 8, 9, 9), 2 * 8 * 25),
-        (lambda: nn.Conv2d(8, 16, 3, groups=2), (4, 8, 9, 9), 0),
-        (lambda: nn.Conv2d(8, 16, 3, dilation=2), (4, 8, 9, 9), 0),
-        (lambda: nn.ConvTranspose2d(8, 16, 3), (4, 8, 9, 9), 0),
+        (lambda: nn.Conv2d(8, 16, 3, dilation=2), (4, 8, 9, 9), 2 * 8 * 9 * 25),
+        (lambda: nn.Conv3d(8, 16, 3), (4, 8, 9, 9, 9), 2 * 8 * 27 * 7**3),
+        # Transposed, the patches are those of the output, 16 channels, at each place of the input.
+        (lambda: nn.ConvTranspose2d(8, 16, 3), (4, 8, 9, 9), 2 * 16 * 9 * 81),
+        (lambda: nn.ConvTranspose3d(8, 16, 2, stride=2), (4, 8, 5, 5, 5), 2 * 16 * 8 * 125),
+        # Groups: patches of one and copies of its part of input and weight, or the results that are joined.
+        (lambda: nn.Conv2d(8, 4, 3, groups=2), (4, 8, 9, 9), 2 * (4 * 9 * 49 + (4 * 8 * 81 + 4 * 4 * 9) // 2)),
+        (lambda: nn.Conv2d(2, 64, 1, groups=2), (4, 2, 9, 9), 2 * 4 * 64 * 81),
+        (lambda: nn.Conv3d(8, 16, 3, groups=8), (4, 8, 9, 9, 9), 0),
     ],
 )
 def test_what_cudnn_does_not_take_is_unfolded(
     layer: Callable[[], nn.Module], shape: tuple[int, ...], columns: int
 ) -> None:
-    """A T4 has no bfloat16 in cuDNN: forward and backward unfold one sample at a time (ConvolutionMM2d.cu)."""
+    """A T4 has no bfloat16 in cuDNN: forward and backward unfold one sample at a time (ConvolutionMM2d.cu,
+    NaiveDilatedConvolution.cu, NaiveConvolutionTranspose3d.cu).
+    """
     module = layer().to("meta", torch.bfloat16)
     x = torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
     ledger = Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces.on(Asked((7, 5), []))))  # type: ignore[arg-type]
@@ -153,6 +162,64 @@ def test_what_cudnn_does_not_take_is_unfolded(
     ledger.close()
     # Of its own: the output, the gradients and the columns of each, and no two of them are of equal size here
     assert taken.count(columns) == 2 * (columns > 0)
+
+
+@pytest.mark.parametrize(
+    ("release", "cudnn", "dtype", "last", "kernel", "is_cudnn"),
+    [
+        ((2, 8), "9.10.2", torch.bfloat16, False, 3, True),
+        ((2, 9), "9.10.2", torch.bfloat16, False, 3, False),
+        ((2, 10), "9.10.2", torch.float16, False, (1, 3, 3), False),
+        ((2, 9), "9.10.2", torch.bfloat16, False, 1, True),
+        ((2, 9), "9.10.2", torch.bfloat16, True, 3, True),
+        ((2, 9), "9.10.2", torch.float32, False, 3, True),
+        ((2, 9), "9.15.1", torch.bfloat16, False, 3, True),
+        ((2, 9), "9.7.1", torch.bfloat16, False, 3, True),
+        ((2, 13), None, torch.bfloat16, False, 3, True),
+    ],
+)
+def test_volumes_in_half_precision_are_kept_from_cudnn_that_computes_them_wrongly(
+    release: tuple[int, int], cudnn: str | None, dtype: torch.dtype, last: bool, kernel: Any, is_cudnn: bool
+) -> None:
+    """PyTorch 2.9 with cuDNN 9.8 to 9.14 (pytorch/pytorch#163539, #166643)."""
+    found: list[Convolution] = []
+    convolutions = ConvolutionWorkspaces.on(Asked(A100, found, wanted=cudnn), release=release)  # type: ignore[arg-type]
+    layer, x = nn.Conv3d(4, 8, kernel).to("meta", dtype), torch.empty(2, 4, 9, 9, 9, device="meta", dtype=dtype)
+    if last:
+        x = x.to(memory_format=torch.channels_last_3d)
+    with Ledger(workspaces=Workspaces(convolutions=convolutions)):
+        layer(x)
+    assert bool(found) is is_cudnn
+    assert any("channels_last_3d" in note for note in convolutions.distrusted) is not is_cudnn
+
+
+@pytest.mark.parametrize(("cudnn", "is_cudnn"), [("8.9.2", False), ("9.1.0", False), ("9.5.1", True), (None, True)])
+@pytest.mark.parametrize(
+    ("layer", "shape", "patches"),
+    [
+        # pytorch/pytorch#132300: 2.99·10⁹ numbers in the output, and 9.26 GB at the peak with these patches
+        ((3, 128, 1, torch.bfloat16), (24, 740, 1316), 3_786_289_920),
+        # pytorch/pytorch#136479, "Tried to allocate 108.00 GiB": 2³¹ numbers
+        ((128, 128, 1, torch.float16), (256, 256, 256), 108 * 2**30),
+        # pytorch/pytorch#128947, "Tried to allocate 161.37 GiB": 2.68·10⁹ in the input
+        ((256, 64, 0, torch.float32), (5, 1090, 1922), 173_266_698_240),
+    ],
+)
+def test_samples_that_need_64_bit_indices_are_kept_from_old_cudnn(
+    layer: tuple[int, int, int, torch.dtype], shape: tuple[int, ...], patches: int, cudnn: str | None, is_cudnn: bool
+) -> None:
+    channels, outputs, padding, dtype = layer
+    found: list[Convolution] = []
+    convolutions = ConvolutionWorkspaces.on(Asked(A100, found, wanted=cudnn))  # type: ignore[arg-type]
+    module = nn.Conv3d(channels, outputs, 3, padding=padding).to("meta", dtype)
+    ledger = Ledger(workspaces=Workspaces(convolutions=convolutions))
+    with ledger, torch.no_grad():
+        module(torch.empty(1, channels, *shape, device="meta", dtype=dtype))
+    taken = [each.bytes for each in ledger.storages(frozenset()) if each.role == "temporary"]
+    ledger.close()
+    assert bool(found) is is_cudnn
+    assert taken.count(patches) == (not is_cudnn)
+    assert any("samples of more than" in note for note in convolutions.distrusted) is not is_cudnn
 
 
 def test_the_patches_of_a_backward_stay_until_the_weights_gradient_is_there() -> None:

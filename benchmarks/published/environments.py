@@ -92,8 +92,9 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
         _transformers("4.50.3"),
         _litgpt("0cc02afa1dca7434418cf612690da13d38d294fd"),
         _litgpt("e894d307aa4de0a0285adc2c7b8394c0d53f3e0b"),
-        # That of PyTorch 2.4, which is asked for the workspaces of convolutions, and what it loads.
+        # Those of PyTorch 2.4 and 2.7, which are asked for the workspaces of convolutions, and what they load.
         Environment("cudnn-9.1", ("nvidia-cudnn-cu12==9.1.0.70", "nvidia-cublas-cu12==12.1.3.1"), dependencies=False),
+        Environment("cudnn-9.5", ("nvidia-cudnn-cu12==9.5.1.17", "nvidia-cublas-cu12==12.8.4.1"), dependencies=False),
         Environment(
             "diffusers-0.33.1",
             (

@@ -25,6 +25,8 @@ RECIPES = {
     "compiled-torchao": "compiled_scripts",
     "torchtune": "compiled_scripts",
     "video": "video_checkpoints",
+    "qwen-image": "image_codes",
+    "layers": "image_codes",
     "pipelines": "quantized_pipelines",
     "peft": "image_adapters",
     "gpumemnet/convolutional": "random_networks",

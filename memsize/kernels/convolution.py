@@ -4,8 +4,9 @@ cuDNN or PyTorch's own kernel takes; pooling and interpolation.
 The output and the gradients are channels last where the input is, or the weight of a convolution.
 
 Source: aten/src/ATen/native/Convolution.cpp (`_select_conv_backend`, `use_cudnn`, `use_cudnn_depthwise`,
-`convolution_backward`), cudnn/ConvShared.cpp and cuda/ConvolutionMM2d.cu. Limit: tensors that need 64-bit indices are
-treated as ordinary ones.
+`convolution_backward`), cudnn/ConvShared.cpp, cuda/ConvolutionMM2d.cu, cuda/NaiveDilatedConvolution.cu and
+cuda/NaiveConvolutionTranspose3d.cu. Limit: a batch that cuDNN splits, since it needs 64-bit indices, is treated as
+one that it does not.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from memsize.kernels.tensors import (
     is_dense_channels_last,
 )
 from memsize.model.tensor_storage import dtype_name
+from memsize.spec.stack import NEWEST, Release, release
 
 if TYPE_CHECKING:
     from memsize.records.layout import Format
@@ -185,6 +187,11 @@ _OTHER = (
     "MEMSIZE_CUDNN names the folder of a release"
 )
 _ESTIMATED = "convolution workspaces are estimates: install nvidia-cudnn-cu13 to ask cuDNN itself"
+_WRONG = (
+    "PyTorch {}.{} does not give cuDNN {} volumes in half precision, some of which that computes wrongly, and unfolds "
+    "each sample: channels_last_3d or cuDNN 9.15 avoids it"
+)
+_LARGE = "PyTorch does not give cuDNN {} samples of more than 2³¹ numbers, and unfolds each: cuDNN 9.3 avoids it"
 
 
 class Workspace(NamedTuple):
@@ -195,6 +202,7 @@ class Workspace(NamedTuple):
 
 
 NONE: Final = Workspace(0)
+_MOST_INDICES: Final = 2**31 - 1
 
 
 class Operands(NamedTuple):
@@ -225,19 +233,25 @@ class ConvolutionWorkspaces:
     deterministic: bool
     tf32: bool
     benchmark: bool | None = None
+    pytorch: Release = NEWEST
     met: dict[Convolution, int] = field(default_factory=dict)
     benchmarked: set[Convolution] = field(default_factory=set)
     """The convolutions whose plans the benchmark has tried."""
+    distrusted: set[str] = field(default_factory=set)
+    """Notes on the convolutions that PyTorch keeps from its cuDNN."""
 
     @classmethod
-    def on(cls, plans: Plans, benchmark: bool | None = None) -> ConvolutionWorkspaces:
-        """The convolutions on the GPU of `plans`, under PyTorch's present settings."""
+    def on(cls, plans: Plans, benchmark: bool | None = None, release: Release | None = None) -> ConvolutionWorkspaces:
+        """The convolutions on the GPU of `plans`, under PyTorch's present settings and the rules of its `release`."""
         settings = torch.backends.cudnn
-        return cls(plans, settings.enabled, settings.deterministic, settings.allow_tf32, benchmark)
+        return cls(plans, settings.enabled, settings.deterministic, settings.allow_tf32, benchmark, release or NEWEST)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the source of the workspaces; none where no workspace was taken."""
+        """Notes on the source of the workspaces, where any was taken, and on what cuDNN is not given."""
+        return (*sorted(self.distrusted), *self._on_source())
+
+    def _on_source(self) -> tuple[str, ...]:
         if not any(self.met.values()):
             return ()
         if self.source is not None:
@@ -309,20 +323,55 @@ class ConvolutionWorkspaces:
         last = suggests_last(x, w)
         if self.deterministic and max(call.dilation) > 1 and not last:
             return False
-        channels = x.shape[1]
-        is_depthwise = not call.transposed and 1 < call.groups == channels and w.shape[0] % channels == 0
-        return not (is_depthwise and x.dim() < 6) or last or _suits_cudnn(call)
+        if self._distrusts(call, last):
+            return False
+        return not _is_depthwise(call) or last or _suits_cudnn(call)
+
+    def _distrusts(self, call: Operands, last: bool) -> bool:
+        """Whether PyTorch keeps from its cuDNN what that computes wrongly: volumes in half precision (`use_cudnn`
+        since 2.9, pytorch/pytorch#163539), and a sample of more than 2³¹ numbers, which needs 64-bit indices.
+        """
+        wanted = self.plans.wanted or ""
+        cudnn = release(wanted)
+        if cudnn is None:
+            return False
+        is_half = call.x.dtype in (torch.float16, torch.bfloat16)
+        is_volume = call.w.dim() == 5 and max(call.w.shape[2:]) > 1
+        if is_half and is_volume and not last and self.pytorch >= (2, 9) and (9, 8) <= cudnn < (9, 15):
+            self.distrusted.add(_WRONG.format(*self.pytorch, wanted))
+            return True
+        if cudnn < (9, 3) and _numbers_of_a_sample(call) > _MOST_INDICES:
+            self.distrusted.add(_LARGE.format(wanted))
+            return True
+        return False
+
+
+def _numbers_of_a_sample(call: Operands) -> int:
+    """The larger of a sample's input and output."""
+    settings = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
+    output = convolved_shape(call.x.shape, call.w.shape, *settings)
+    return max(math.prod(call.x.shape[1:]), math.prod((output or ())[1:]))
+
+
+def _is_depthwise(call: Operands) -> bool:
+    channels = call.x.shape[1]
+    return not call.transposed and 1 < call.groups == channels and call.w.shape[0] % channels == 0
 
 
 def _columns(call: Operands, other: Sequence[int]) -> Temporary:
-    """Return one sample's patches, for which PyTorch's own kernel takes room also where it reads the sample itself, as
-    for 1×1 pixels (cuda/ConvolutionMM2d.cu).
-
-    Known limits: nothing for kernels of groups, dilated and transposed ones and volumes, which unfold as well.
+    """Return what PyTorch's own kernel takes beside its results: one sample's patches, also where it could read the
+    sample itself, as for 1×1 pixels. The groups run one after another on parts that are copied, and their results are
+    joined. Depthwise kernels take nothing. `other` is the shape of the forward's output.
     """
-    x, w = call.x, call.w
-    is_plain = call.groups == 1 and not call.transposed and max(call.dilation) == 1 and x.dim() < 5 and x.numel() > 0
-    return Temporary((x.shape[1] * w.shape[2:].numel(), math.prod(other[2:])) if is_plain else (0,), x.dtype)
+    x, w, groups = call.x, call.w, call.groups
+    if _is_depthwise(call) or not x.numel():
+        return Temporary((0,), x.dtype)
+    places = x.shape[2:] if call.transposed else other[2:]
+    count = w.shape[1] * w.shape[2:].numel() * math.prod(places)
+    if groups > 1:
+        parts = (x.numel() + w.numel()) // groups
+        count = max(count + parts, math.prod(other))
+    return Temporary((count,), x.dtype)
 
 
 def _as_image(shape: Sequence[int]) -> tuple[int, ...]:
