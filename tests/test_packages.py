@@ -1329,6 +1329,125 @@ print(json.dumps(sizes))
     assert on("h100", line) == [3 * 4 * TOKEN_BYTES, 0]
 
 
+GROUPED = """
+class Experts(te.GroupedLinear):
+    width = 1024
+    def forward(self, x):
+        return super().forward(x, [len(x) // 4] * 4)
+"""
+
+
+def test_experts_of_one_product_keep_nothing_but_their_input(on: On) -> None:
+    line = "measured(Experts(4, 1024, 4096, bias=False, params_dtype=torch.bfloat16))"
+    gradients = 2 * TOKEN_BYTES + 4 * 2 * 1024 * 4096  # of the input, and of four weights
+    assert on("h100", GROUPED + line) == [OUT, OUT + OUT + gradients, OUT + gradients]
+
+
+def test_experts_in_float8_keep_one_copy_of_their_input_and_two_of_each_weight(on: On) -> None:
+    line = "measured(Experts(4, 1024, 4096, bias=False, params_dtype=torch.bfloat16), Float8CurrentScaling())"
+    assert on("h100", GROUPED + line)[0] == OUT + (TOKEN_BYTES + 512) + 4 * 2 * (1024 * 4096 + 512)
+
+
+def test_megatron_gets_a_gradient_that_all_weights_of_a_shape_share(on: On) -> None:
+    line = """
+layers = [linear(fuse_wgrad_accumulation=True) for _ in range(2)]
+for layer in layers:
+    layer.weight.main_grad = torch.zeros(layer.weight.shape, device="cuda")
+    layer.weight.grad_added_to_main_grad = False
+x = torch.empty(16, 1024, dtype=torch.bfloat16, device="cuda")
+layers[0](x).sum().backward()
+before = torch.cuda.memory_allocated()
+layers[1](x).sum().backward()
+assert all(layer.weight.grad_added_to_main_grad and layer.weight.grad is not None for layer in layers)
+print(json.dumps([torch.cuda.memory_allocated() - before]))
+"""
+    assert on("h100", line) == [0]
+
+
+TENSOR_PARALLEL = """
+import torch.distributed as dist
+dist.init_process_group("nccl")
+torch.cuda.set_device(0)
+def shared(layer, tokens, width):
+    layer(torch.empty(16, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)).sum().backward()
+    layer.zero_grad()
+    x = torch.empty(tokens, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    sizes = [layer.weight.numel()]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = layer(x)
+    sizes += [torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before, len(out)]
+    out.backward(torch.empty_like(out))
+    print(json.dumps(sizes))
+options = {"bias": False, "params_dtype": torch.bfloat16, "tp_group": dist.group.WORLD, "tp_size": 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        # Half of the 4,096 outputs; with sequence parallelism, the tokens of both ranks while the product runs.
+        (
+            'te.Linear(1024, 4096, parallel_mode="column", **options), 4096, 1024',
+            [2048 * 1024, OUT // 2, OUT // 2, 4096],
+        ),
+        (
+            'te.Linear(1024, 4096, parallel_mode="column", sequence_parallel=True, **options), 2048, 1024',
+            [2048 * 1024, OUT // 2, OUT // 2 + 2 * TOKEN_BYTES, 4096],
+        ),
+        # Half of the inputs: the sum over ranks stands where the product stood, or each rank gets half of its tokens.
+        (
+            'te.Linear(4096, 1024, parallel_mode="row", **options), 4096, 2048',
+            [1024 * 2048, 2 * TOKEN_BYTES, 2 * TOKEN_BYTES, 4096],
+        ),
+        (
+            'te.Linear(4096, 1024, parallel_mode="row", sequence_parallel=True, **options), 4096, 2048',
+            [1024 * 2048, TOKEN_BYTES, 3 * TOKEN_BYTES, 2048],
+        ),
+    ],
+)
+def test_ranks_share_a_layer(
+    layer: str, expected: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENGINE + TENSOR_PARALLEL + f"shared({layer})")
+    memsize.run(script, gpu="h100", gpus=2)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[")]
+    assert json.loads(lines[-1])[: len(expected)] == expected
+
+
+def test_what_megatron_imports_of_transformer_engine(on: On) -> None:
+    """Its `extensions/transformer_engine.py`, `fp8_utils.py` and `tensor_parallel/random.py`, as far as they insist."""
+    line = """
+import transformer_engine
+from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+from transformer_engine.pytorch.distributed import activation_recompute_forward
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast, fp8_model_init
+from transformer_engine.pytorch.router import fused_moe_aux_loss
+class Tracker(transformer_engine.pytorch.distributed.CudaRNGStatesTracker): pass
+class Scaling(transformer_engine.common.recipe.DelayedScaling): pass
+def made() -> transformer_engine.pytorch.ops.Sequential: pass
+with fp8_autocast(), activation_recompute_forward(activation_recompute=True):
+    assert FP8GlobalStateManager.is_fp8_enabled()
+tracker = Tracker()
+tracker.add("experts", 1)
+with tracker.fork("experts"):
+    assert tracker.is_initialized() and not FP8GlobalStateManager.is_fp8_enabled()
+assert te.RMSNorm(1024, params_dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+try:
+    fused_moe_aux_loss()
+except RuntimeError as error:
+    assert "not simulated" in str(error)
+x = torch.empty(64, 2, 8, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+frequencies = torch.empty(64, 1, 1, 128, device="cuda")
+before = torch.cuda.memory_allocated()
+out = apply_rotary_pos_emb(x, frequencies, tensor_format="sbhd", fused=True)
+out.sum().backward()
+print(json.dumps([torch.cuda.memory_allocated() - before]))
+"""
+    assert on("h100", line) == [2 * 2 * 64 * 2 * 8 * 128]  # the rotated tensor and the gradient
+
+
 # -- optimizers, and what libraries see --------------------------------------------------------------------------------
 
 

@@ -127,6 +127,30 @@ class _Keeping(torch.autograd.Function):
         return _Keeping.kept[-1]
 
 
+class _Tagging(torch.autograd.Function):
+    """A product that marks the weight which it saved, as Megatron's layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, None)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        weight.is_tagged = isinstance(weight, nn.Parameter)
+        return gradients[0] @ weight.t(), x.t() @ gradients[0]
+
+
+def test_a_parameter_that_a_function_saved_is_the_same_object_in_its_backward() -> None:
+    with memsize.virtual_gpu("t4"):
+        weight = nn.Parameter(torch.empty(8, 8, device="cuda"))
+        _Tagging.apply(torch.empty(2, 8, device="cuda", requires_grad=True) * 2, weight).sum().backward()
+        assert weight.is_tagged
+        assert weight.grad is not None
+    assert "saved_tensors" not in vars(torch.autograd.function.BackwardCFunction)
+
+
 # input_buffer.cpp `accumulate`: the sum so far and one more gradient; where somebody keeps the first, the sum is new.
 @pytest.mark.parametrize(("use", "alive"), [(lambda x: x * 3.0, 2), (_Keeping.apply, 6)])
 def test_gradients_that_meet_are_summed_in_place_if_nobody_keeps_them(use: Callable[[Any], Any], alive: int) -> None:

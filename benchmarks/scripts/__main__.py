@@ -14,6 +14,7 @@ from benchmarks.scripts.recipe import Recipe
 from benchmarks.scripts.recipes import RECIPES
 from benchmarks.scripts.runner import Outcome, outcome
 from benchmarks.scripts.table import page, summary
+from benchmarks.zoo.operators import declare
 
 SOURCES = "MEMSIZE_SCRIPTS"
 
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not wanted:
         parser.error(f"no script of that name: choose from {', '.join(recipe.name for recipe in RECIPES)}")
     outcomes = _previous(chosen.results) if chosen.resume else {}
+    declare()  # transformers imports torchvision for some of the data
     with tempfile.TemporaryDirectory() as temporary:
         scratch = chosen.scratch or Path(temporary)
         for recipe in wanted:

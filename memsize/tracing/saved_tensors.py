@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -63,6 +64,23 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
     with torch._C._DisableTorchDispatch():
         alias = tensor.data  # not detach(), which would cut the outer graphs of torch.func's transforms too
     return carry_over(tensor, alias)
+
+
+def read_saved(ctx: torch.autograd.function.BackwardCFunction) -> tuple[torch.Tensor | None, ...]:
+    """`ctx.saved_tensors` as it is without hooks, where parameters are the program's own, with their attributes."""
+    return tuple(map(_own_leaf, _saved_tensors.__get__(ctx)))
+
+
+def _own_leaf(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or not tensor.is_leaf or not tensor.requires_grad:
+        return tensor
+    with torch.enable_grad():
+        view = tensor.view_as(tensor)
+    accumulates: Any = None if view.grad_fn is None else view.grad_fn.next_functions[0][0]
+    return getattr(accumulates, "variable", tensor)
+
+
+_saved_tensors: Any = vars(torch._C._FunctionBase)["saved_tensors"]
 
 
 # -- torch.func -------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch.utils.weak import TensorWeakRef
 from memsize.known_values.values import CONSTANT
 from memsize.processes.patches import Patch, calling, wrapping
 from memsize.torch_internals.meta import is_meta
+from memsize.tracing.saved_tensors import read_saved
 from memsize.virtual.device_assignment import HOST, claim, devices, is_own_meta, is_own_storage
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.ledger.gpu_storages import below_autograd
@@ -67,6 +68,7 @@ def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     yield wrapping(Tensor, "numpy", _numpy)
     yield Tensor, "data", property(_data.__get__, partial(_set_data, ledger))
     yield Tensor, "grad", property(_grad.__get__, partial(_set_grad, ledger), _grad.__delete__)
+    yield torch.autograd.function.BackwardCFunction, "saved_tensors", property(read_saved)
     moves = {"to": calling(partial(_to, ledger), Tensor.to), "cuda": calling(_cuda, Tensor.cuda)}
     moves["get_device"] = lambda t: devices().number_of(t) if _is_on_gpu(t) else _base.get_device(t)
     yield from ((Tensor, name, move) for name, move in moves.items())

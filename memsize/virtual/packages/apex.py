@@ -86,9 +86,16 @@ _NORMS: Final = {
     "MixedFusedLayerNorm": FusedLayerNorm,
     "MixedFusedRMSNorm": FusedRMSNorm,
 }
+
+
+def _accumulate(*_: Any) -> None:
+    """Add a product to the gradient that it is given, in place."""
+
+
 MODULES: Final[dict[str, dict[str, Any]]] = {
     "apex": {},
     "apex.optimizers": _OPTIMIZERS,
     "apex.normalization": _NORMS,
     "apex.normalization.fused_layer_norm": _NORMS,
+    "fused_weight_gradient_mlp_cuda": {f"wgrad_gemm_accum_fp{bits}": _accumulate for bits in (16, 32)},
 }

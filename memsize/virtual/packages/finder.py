@@ -101,6 +101,8 @@ _NO_KERNEL: Final = (
 
 _INSTALLED: Final = "bitsandbytes"
 """The simulated package that libraries find installed; it is noted once its layers or optimizers are made."""
+_WHOLE: Final = (_INSTALLED, "transformer_engine")
+"""The simulated packages that import their own modules."""
 _INTEGRATION: Final = "transformers.integrations.bitsandbytes"
 """The module of transformers that imports bitsandbytes where it is there."""
 _ASKED_ONCE: Final = {
@@ -280,7 +282,7 @@ class _SimulatedLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module).update(_MODULES.get(module.__name__, {}), _first_use=self._first_use)
-        for name in _MODULES if module.__name__ == _INSTALLED else ():  # which imports its own modules
+        for name in _MODULES if module.__name__.partition(".")[0] in _WHOLE else ():
             if name.rpartition(".")[0] == module.__name__:
                 importlib.import_module(name)
 

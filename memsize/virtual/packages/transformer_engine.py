@@ -4,13 +4,14 @@ A float8 product reads both operands along the dimension that is summed, so a te
 the backward is there twice before Blackwell: row by row and transposed. Of an input the transposed copy is kept, of a
 weight both; the weight itself stays in its own dtype.
 
-Source: TransformerEngine 2.20, `pytorch/module/` and `pytorch/transformer.py`; `float8` has what the layers
-save. Known limits: attention is that of the fused kernels, without cuDNN's workspace; NVFP4 is not simulated.
+Source: TransformerEngine 2.20, `pytorch/module/` and `pytorch/transformer.py`; `linear_products` has what the layers
+save. Known limits: attention is that of the fused kernels, without cuDNN's workspace; NVFP4, context parallelism and
+the functions that Megatron calls for its fused permutations are not simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memsize.processes.simulation import running, running_part
+from memsize.virtual.packages.apex import FusedSGD
 from memsize.virtual.packages.flash_attn import flash_attn_func, flash_attn_varlen_func
 from memsize.virtual.packages.float8 import (
     DelayedScaling,
@@ -27,16 +29,21 @@ from memsize.virtual.packages.float8 import (
     Float8CurrentScaling,
     Float8Tensor,
     Format,
-    LinearProduct,
     MXFP8BlockScaling,
-    NormProduct,
-    NormProducts,
     Numerics,
     Operands,
     Recipe,
+    TensorParallel,
     default_recipe,
 )
 from memsize.virtual.packages.fused_adam import FusedAdam
+from memsize.virtual.packages.linear_products import (
+    GroupedProduct,
+    LinearProduct,
+    NormProduct,
+    NormProducts,
+    unread_gradient,
+)
 
 _GATED: Final = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
 
@@ -79,6 +86,13 @@ class _Layer(nn.Module):
     def __init__(self, params_dtype: torch.dtype | None, device: Any, options: Mapping[str, Any]) -> None:
         super().__init__()
         self._accumulates: bool = options.get("fuse_wgrad_accumulation", False)
+        self.parallel_mode, self.sequence_parallel = (
+            options.get("parallel_mode"),
+            options.get("sequence_parallel", False),
+        )
+        self.tp_group, self.tp_size = options.get("tp_group"), options.get("tp_size", 1)
+        if self.tp_group is not None:
+            self.tp_size = torch.distributed.get_world_size(self.tp_group)
         self._options: dict[str, Any] = {"dtype": params_dtype, "device": device}
         self._weights: list[list[Operands]] = []
         self._histories: list[Tensor] = []
@@ -92,6 +106,14 @@ class _Layer(nn.Module):
             tensor = Float8Tensor(tensor, operands)
         return nn.Parameter(tensor)
 
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Name the ranks that share the layer."""
+        self.tp_group = tp_group
+
+    def part(self, size: int, mode: str) -> int:
+        """This rank's part of the inputs or outputs that a layer of a parallel `mode` divides."""
+        return size // self.tp_size if self.parallel_mode == mode else size
+
     def numerics(self, x: Tensor) -> Numerics:
         """How the layer multiplies `x`."""
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
@@ -104,7 +126,8 @@ class _Layer(nn.Module):
         recipe = running_part(_Recipes).products
         if isinstance(recipe, DelayedScaling) and not self._histories:
             self._histories = recipe.histories(self.products, x.device)
-        return Numerics(dtype, recipe, self._accumulates)
+        parallel = TensorParallel(self.parallel_mode, self.tp_group, self.sequence_parallel)
+        return Numerics(dtype, recipe, self._accumulates, parallel)
 
     def weights_of(self, is_first_microbatch: bool | None) -> list[Any] | None:
         """The float8 weights that micro-batches share, one list for each product; None: they share none."""
@@ -128,9 +151,10 @@ class Linear(_Layer):
         **others: Any,
     ) -> None:
         super().__init__(params_dtype, device, others)
-        self.in_features, self.out_features, self.return_bias = in_features, out_features, return_bias
-        self.weight = self.parameter(out_features, in_features)
-        self.bias = self.parameter(out_features) if bias else None
+        self.in_features, self.out_features = self.part(in_features, "row"), self.part(out_features, "column")
+        self.return_bias, self.use_bias = return_bias, bias
+        self.weight = self.parameter(self.out_features, self.in_features)
+        self.bias = self.parameter(self.out_features) if bias else None
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **_: Any) -> Any:
         cache, numerics = self.weights_of(is_first_microbatch), self.numerics(inp)
@@ -149,30 +173,62 @@ class LayerNormLinear(_Layer):
         eps: float = 1e-5,
         *_: Any,
         bias: bool = True,
+        return_bias: bool = False,
         normalization: str = "LayerNorm",
         params_dtype: torch.dtype | None = None,
         device: Any = "cuda",
         **others: Any,
     ) -> None:
         super().__init__(params_dtype, device, others)
-        self.in_features, self.out_features, self.normalization = in_features, out_features, normalization
+        self.in_features, self.out_features = in_features, self.part(out_features, "column")
+        self.normalization, self.return_bias, self.use_bias = normalization, return_bias, bias
         self.layer_norm_weight = self.parameter(in_features)
         self.layer_norm_bias = self.parameter(in_features) if normalization == "LayerNorm" else None
-        self.weight = self.parameter(out_features, in_features)
-        self.bias = self.parameter(out_features) if bias else None
+        self.weight = self.parameter(self.out_features, in_features)
+        self.bias = self.parameter(self.out_features) if bias else None
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **_: Any) -> Any:
         cache = self.weights_of(is_first_microbatch)
-        return NormProduct.apply(  # type: ignore[no-untyped-call]
+        out = NormProduct.apply(  # type: ignore[no-untyped-call]
             inp,
             self.layer_norm_weight,
             self.layer_norm_bias,
             self.weight,
-            self.bias,
+            None if self.return_bias else self.bias,
             self.normalization,
             self.numerics(inp),
             cache and cache[0],
         )
+        return (out, self.bias) if self.return_bias else out
+
+
+class GroupedLinear(_Layer):
+    """Linear layers of equal shape, as experts are; each takes its part of the rows."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *_: Any,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: Any = "cuda",
+        **others: Any,
+    ) -> None:
+        super().__init__(params_dtype, device, others)
+        self.num_gemms, self.return_bias, self.use_bias = num_gemms, return_bias, bias
+        self.in_features, self.out_features = self.part(in_features, "row"), self.part(out_features, "column")
+        for number in range(num_gemms):
+            self.register_parameter(f"weight{number}", self.parameter(self.out_features, self.in_features))
+            self.register_parameter(f"bias{number}", self.parameter(self.out_features) if bias else None)
+
+    def forward(self, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None, **_: Any) -> Any:
+        weights, biases = ([getattr(self, f"{name}{n}") for n in range(self.num_gemms)] for name in ("weight", "bias"))
+        added = [None] * self.num_gemms if self.return_bias else biases
+        out = GroupedProduct.apply(inp, self.num_gemms, self.numerics(inp), *weights, *added)  # type: ignore[no-untyped-call]
+        return (out, biases if self.use_bias else None) if self.return_bias else out
 
 
 class LayerNormMLP(_Layer):
@@ -326,15 +382,38 @@ class TransformerLayer(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm, which keeps its input and statistics as PyTorch's does."""
+    """Layer norm, which keeps its input and statistics as PyTorch's does; `params_dtype` is `dtype` of old."""
 
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, device: Any = "cuda", dtype: Any = None, **_: Any):
-        super().__init__(normalized_shape, eps, device=device, dtype=dtype)
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, device: Any = "cuda", dtype: Any = None, **others: Any
+    ) -> None:
+        super().__init__(normalized_shape, eps, device=device, dtype=dtype or others.get("params_dtype"))
 
 
 class RMSNorm(nn.RMSNorm):
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, device: Any = "cuda", dtype: Any = None, **_: Any):
-        super().__init__(normalized_shape, eps, device=device, dtype=dtype)
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, device: Any = "cuda", dtype: Any = None, **others: Any
+    ) -> None:
+        super().__init__(normalized_shape, eps, device=device, dtype=dtype or others.get("params_dtype"))
+
+
+class _Rotated(torch.autograd.Function):
+    """Fused rotary embedding: a new tensor, and a new gradient; `frequencies` are saved in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, frequencies: Tensor) -> Tensor:
+        ctx.save_for_backward(frequencies.float())
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.new_empty(gradient.shape), None
+
+
+def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Rotate queries or keys, as the fused kernel does."""
+    rotated: Tensor = _Rotated.apply(t, freqs)  # type: ignore[no-untyped-call]
+    return rotated
 
 
 _PASSED_ON: Final = ("bias", "normalization", "params_dtype", "device", "fuse_wgrad_accumulation")
@@ -345,9 +424,72 @@ _RECIPES: Final = {
 _LAYERS: Final = {
     cls.__name__: cls
     for cls in (
-        *(Linear, LayerNormLinear, LayerNormMLP, LayerNorm, RMSNorm),
+        *(Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, LayerNorm, RMSNorm),
         *(DotProductAttention, MultiheadAttention, TransformerLayer),
     )
+}
+
+
+class FP8GlobalStateManager:
+    """The recipe in force, for those who ask."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return running_part(_Recipes).products is not None
+
+    @staticmethod
+    def get_fp8_recipe() -> Recipe:
+        return running_part(_Recipes).products or default_recipe()
+
+
+class CudaRNGStatesTracker:
+    """The states of random numbers of model-parallel ranks: numbers take no memory here."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Any] = {}
+
+    def is_initialized(self) -> bool:
+        return bool(self.states_)
+
+    def reset(self) -> None:
+        self.states_ = {}
+
+    def add(self, name: str, seed: int) -> None:
+        self.states_[name] = seed
+
+    def get_states(self) -> dict[str, Any]:
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        self.states_ = states
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def activation_recompute_forward(*_: Any, **__: Any) -> Iterator[None]:
+    """While open, a checkpointed region runs, or runs again: it scales as before, which takes no memory."""
+    yield
+
+
+_DISTRIBUTED: Final = {
+    "CudaRNGStatesTracker": CudaRNGStatesTracker,
+    "activation_recompute_forward": activation_recompute_forward,
+}
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"transformer_engine's {name} is not simulated: turn Megatron's fusion of it off")
+
+    return refuse
+
+
+_ROUTER: Final = {
+    name: _refusing(name)
+    for name in ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss")
 }
 _TENSORS: Final = ("quantized_tensor", "tensor", "tensor.quantized_tensor")
 """The modules with the base class of parameters in float8, in newer and older releases."""
@@ -358,6 +500,7 @@ _NAMES: Final[dict[str, Any]] = {
     "fp8_model_init": quantized_model_init,
     "quantized_model_init": quantized_model_init,
     "optimizers": SimpleNamespace(FusedAdam=FusedAdam),
+    "distributed": SimpleNamespace(**_DISTRIBUTED),
     "is_fp8_available": lambda **_: torch.cuda.get_device_capability() >= (8, 9),
 }
 MODULES: Final[dict[str, dict[str, Any]]] = {
@@ -366,5 +509,20 @@ MODULES: Final[dict[str, dict[str, Any]]] = {
     "transformer_engine.common.recipe": _RECIPES,
     "transformer_engine.pytorch": _NAMES,
     **{f"transformer_engine.pytorch.{name}": {"QuantizedTensor": Float8Tensor} for name in _TENSORS},
-    "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam},
+    "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD},
+    "transformer_engine.pytorch.attention": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
+    "transformer_engine.pytorch.attention.rope": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
+    "transformer_engine.pytorch.distributed": _DISTRIBUTED,
+    "transformer_engine.pytorch.module": {},
+    "transformer_engine.pytorch.module.base": {
+        "TransformerEngineBaseModule": _Layer,
+        "get_dummy_wgrad": unread_gradient,
+    },
+    "transformer_engine.pytorch.router": _ROUTER,
+    "transformer_engine.pytorch.ops": {"Sequential": nn.Sequential, "FusibleOperation": nn.Module},
+    "transformer_engine.pytorch.fp8": {
+        "FP8GlobalStateManager": FP8GlobalStateManager,
+        "fp8_autocast": autocast,
+        "fp8_model_init": quantized_model_init,
+    },
 }
