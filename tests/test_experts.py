@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +33,10 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"hf:{config}"
 
 
-def traced(target: str, parallel: str, imbalance: float = 1) -> Trace:
+def traced(target: str, parallel: str, imbalance: float = 1, capacity: float | None = None) -> Trace:
+    routing: dict[str, Any] = {"imbalance": imbalance, "capacity_factor": capacity}
     return memsize.trace(
-        target, seq_len=64, batch_size=4, optimizer="sgd", gpu="h100", parallel=parallel, imbalance=imbalance
+        target, seq_len=64, batch_size=4, optimizer="sgd", gpu="h100", parallel=parallel, **routing
     ).trace
 
 
@@ -82,6 +84,13 @@ def test_the_busiest_gpu_gets_more_tokens(mixtral: str, imbalance: float, busies
     assert widest(trace) == busiest * TOKENS * CHOSEN * 2 * INNER * 4
     (said,) = [text for text in trace.assumptions if "a router sends" in text]
     assert said == BALANCED if imbalance == 1 else f"busiest GPU {imbalance:g} times the mean" in said
+
+
+@pytest.mark.parametrize(("imbalance", "capacity", "busiest"), [(1, 1.25, 1.25), (3, 1.25, 1.25), (1.5, 2, 1.5)])
+def test_a_capacity_bounds_the_busiest_gpu(mixtral: str, imbalance: float, capacity: float, busiest: float) -> None:
+    """Each GPU sends 512 choices; an expert that takes 1.25 times the mean at most gets 640."""
+    trace = traced(mixtral, "ep=8", imbalance, capacity)
+    assert widest(trace) == busiest * TOKENS * CHOSEN * 2 * INNER * 4
 
 
 def test_experts_that_cannot_be_divided(mixtral: str) -> None:

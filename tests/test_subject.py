@@ -131,7 +131,8 @@ def test_every_question_takes_the_same(name: str) -> None:
     shown = list(inspect.signature(function).parameters)
     shared = list(inspect.signature(ModelRequest.of).parameters)[2:-1] + list(options_of(ModelRequest))[3:]
     if name in ("verify", "layout"):  # they always run every layer, of the model as it is
-        shared = [key for key in shared if key not in ("whole", "lora", "adapter", "base", "freeze", "imbalance")]
+        of_training = ("lora", "adapter", "base", "freeze", "imbalance", "capacity_factor")
+        shared = [key for key in shared if key not in ("whole", *of_training)]
     assert shown[:2] == ["model", "input_size"] and shown[2 : 2 + len(shared)] == shared
     with pytest.raises(TypeError, match="unknown keyword `batch`: did you mean batch_size"):
         function(nn.Linear(8, 2), (8,), batch=4)

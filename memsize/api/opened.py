@@ -165,15 +165,15 @@ def _notes(model: nn.Module, subject: ModelRequest) -> tuple[str, ...]:
             f"of texts with {lengths.shortest:,} to {lengths:,} tokens, the longest are run; memsize timeline compares "
             "batches of varying lengths in training"
         )
-    if subject.base is None and subject.imbalance == 1:
+    if subject.base is None and subject.busiest == 1:
         return tuple(notes)
     from memsize.model.experts import expert_parameters
     from memsize.precision.layouts import base_layout
 
     experts, fused = expert_parameters(model)
-    if subject.imbalance != 1 and not experts:
+    if subject.busiest != 1 and not experts:
         notes.append("no experts were recognized in the model: imbalance only affects choices by top-k, argmax or sort")
-    elif subject.imbalance != 1 and experts == fused:
+    elif subject.busiest != 1 and experts == fused:
         notes.append(
             "all experts of a layer share one weight: an imbalance matters to loops over them and under --parallel ep; "
             "grouped products take the same memory"
@@ -189,7 +189,7 @@ def _notes(model: nn.Module, subject: ModelRequest) -> tuple[str, ...]:
 def _routed(subject: ModelRequest) -> AbstractContextManager[None]:
     from memsize.known_values.data_dependent import imbalanced
 
-    return imbalanced(subject.imbalance)
+    return imbalanced(subject.busiest)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class ModelRequest:
 
     `batch_size` is for inputs that are made, `seq_len` for texts that are. What is left None is for the question to
     choose. `lora`, `adapter`, `base` and `freeze` say what is trained (`memsize.spec.training`). A router sends its
-    busiest expert `imbalance` times the mean number of tokens.
+    busiest expert `imbalance` times the mean number of tokens, of which it takes `capacity_factor` times at most.
     """
 
     model: nn.Module | str = option("", "", key="target", python="model", positional=True)
@@ -127,6 +127,9 @@ class ModelRequest:
     imbalance: float = option(
         1.0, "Tokens of the busiest expert (under ep, of the busiest GPU) as a multiple of the mean.", least=1
     )
+    capacity_factor: float | None = option(
+        None, "Most tokens of an expert as a multiple of the mean: the dispatcher drops the others.", least=1
+    )
 
     def __post_init__(self) -> None:
         model: object = self.model
@@ -165,6 +168,13 @@ class ModelRequest:
         adapter = parse_lora(self.lora) if self.lora is not None else adapter
         patterns = self.freeze.split(",") if isinstance(self.freeze, str) else self.freeze or ()
         return TrainedParts(adapter, self.base, tuple(filter(None, map(str.strip, patterns))))
+
+    @property
+    def busiest(self) -> float:
+        """The tokens of the busiest expert as a multiple of the mean; with a capacity alone, as many as that allows."""
+        if self.capacity_factor is None:
+            return self.imbalance
+        return min(self.capacity_factor, self.imbalance) if self.imbalance > 1 else self.capacity_factor
 
     @classmethod
     def of(

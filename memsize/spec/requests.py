@@ -70,7 +70,7 @@ def gpus_option(also: str = "", **changes: Any) -> Any:
     return part(Gpu, name={"help": help, "metavar": "NAMES", **several}, **changes)
 
 
-_OF_TRAINING: Final = ("lora", "adapter", "base", "freeze", "imbalance")
+_OF_TRAINING: Final = ("lora", "adapter", "base", "freeze", "imbalance", "capacity_factor")
 
 
 def _trained_if_adapted(request: Any, is_trained: bool = True) -> None:
