@@ -179,6 +179,10 @@ PINNED = {"torch": "2.13.0", "transformers": "5.23.0"}
         "liger/added-rms-norm: op=added-rms-norm H=2048",
         "liger/rotary: op=rotary T=1024",
         "liger/swiglu: op=swiglu T=1024",
+        pytest.param(  # on a GPU of the size that the log has
+            "server/qwen2.5-1.5b-l40s: model=qwen2.5-1.5b-fp16 gib=44.52 max_model_len=4096 figure=cache",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_a_row_is_predicted_as_stored(name: str) -> None:
