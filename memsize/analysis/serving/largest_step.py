@@ -25,6 +25,7 @@ from memsize.workloads.served_parts import (
     latent_copies,
     mxfp4_padding,
     rotary_tables,
+    served_kind,
     vocabulary_padding,
 )
 from memsize.workloads.serving import ProfileRun, reads_images, text_config
@@ -144,4 +145,5 @@ def _graphs(runs: ServerRuns, scenario: Scenario, served: ServerArguments) -> In
     if captured is None or kind not in ("extrapolated", "measured"):
         return Interval(0, 0)
     pool = runs.captured(captured.largest, scenario, served)
-    return graph_memory(text_config(runner.model), captured, kind, pool, runner.gpu, served.tp)
+    model = served_kind(runner.model, is_quantized=False)
+    return graph_memory(text_config(runner.model), captured, kind, pool, runner.gpu, served.tp, model)
