@@ -1009,6 +1009,31 @@ for _ in range(2):
 """
 
 
+SCRIPT_OF_BLOCKS = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+mesh = init_device_mesh("cuda", (2,))
+layers = [nn.Linear(512, 512, bias=False) for _ in range(3)]
+model = nn.Sequential(*(torch.compile(nn.Sequential(layer, nn.SiLU())) for layer in layers))
+for block in (*model, model):
+    fully_shard(block, mesh=mesh)
+for _ in range(2):
+    model(torch.randn(64, 512, device="cuda")).sum().backward()
+"""
+
+
+def test_blocks_are_compiled_and_then_sharded() -> None:
+    """As torchtitan does it: FSDP's hooks are those of the module that `torch.compile` returns."""
+    with compiled_graphs() as compiled:
+        trace = run_script(SCRIPT_OF_BLOCKS, gpus=2)
+    assert not trace.failure and len(compiled) == 2  # a forward and a backward, which all blocks share
+    gathered = [storage for storage in trace.storages if storage.role == "gathered parameter"]
+    assert gathered and {storage.bytes for storage in gathered} == {512 * 512 * 4}
+
+
 @pytest.mark.parametrize(("cap", "graphs"), [(2, 5), pytest.param(25, 2, marks=pytest.mark.thorough)])
 def test_ddp_parts_graphs_at_its_buckets(cap: int, graphs: int) -> None:
     """Dynamo's DDPOptimizer, from the last of 8 layers: one, and then as many as fill `cap` MiB."""

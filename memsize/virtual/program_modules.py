@@ -98,7 +98,7 @@ class ProgramCalls(ModuleCallRecorder):
         def called(module: Any, *args: Any, **kwargs: Any) -> Any:
             call = None
             if (compiler := sys.modules.get(_COMPILER)) and isinstance(module, compiler.OptimizedModule):
-                module, call = module._orig_mod, module.forward
+                module, call = module._orig_mod, module._call_impl
             index = self._index(module)
             if type(module).__module__ == _PARTS or (
                 index < 0 and is_tracing() is None and not _is_on_gpu(module, args, kwargs)
