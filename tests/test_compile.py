@@ -1009,6 +1009,30 @@ for _ in range(2):
 """
 
 
+CASTING = """
+import torch
+from torch import nn
+
+class Casting(nn.Linear):
+    def forward(self, x):
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype("cuda"))
+        return super().forward(x)
+
+model = torch.compile(nn.Sequential(Casting(64, 64), nn.SiLU()).cuda(), fullgraph=True)
+with torch.autocast("cuda", torch.bfloat16, enabled={enabled}):
+    model(torch.randn(32, 64, device="cuda")).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_compiled_code_asks_whether_autocast_is_enabled(enabled: bool) -> None:
+    """Dynamo calls PyTorch's functions while it traces, and the answers that stand for them in a run too."""
+    trace = run_script(CASTING.format(enabled=enabled))
+    products = {storage.dtype for storage in trace.storages if storage.op in ("mm", "addmm")}
+    assert not trace.failure and ("bfloat16" in products) == enabled
+
+
 SCRIPT_OF_BLOCKS = """
 import torch
 from torch import nn

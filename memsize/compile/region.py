@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import CodeType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch._dynamo as dynamo
@@ -26,7 +26,12 @@ from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.types import ConvertFrameReturn
-from torch._dynamo.variables import ConstantVariable, TensorVariable, UnspecializedNNModuleVariable
+from torch._dynamo.variables import (
+    ConstantVariable,
+    TensorVariable,
+    UnspecializedNNModuleVariable,
+    torch as functions_of_torch,
+)
 from torch._dynamo.variables.ctx_manager import CUDADeviceVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._guards import active_fake_mode
@@ -160,6 +165,7 @@ def _traced(compiler: Compiler, original: Callable[..., Any], wrapper: Any, fram
         return original(wrapper, frame, *args)
     if frame.f_code is _STEP_WITH_HOOKS:
         return ConvertFrameReturn()
+    _fold(torch.is_autocast_enabled, torch.get_autocast_dtype)
     with (
         _disable_current_modes(),
         part.traced(),
@@ -177,6 +183,14 @@ def _traced(compiler: Compiler, original: Callable[..., Any], wrapper: Any, fram
             if part.leaves_cycles:
                 part.leaves_cycles = False
                 gc.collect(1)
+
+
+def _fold(*answers: Callable[..., Any]) -> None:
+    """Let Dynamo call these functions while it traces, as it does PyTorch's own in whose place they stand."""
+    rules = trace_rules.get_torch_obj_rule_map()
+    folded = cast("dict[Any, None]", functions_of_torch.constant_fold_functions)
+    for answer in answers:
+        rules[answer], folded[answer] = functions_of_torch.TorchInGraphFunctionVariable, None
 
 
 def _compiled_frame(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
