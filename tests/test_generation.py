@@ -475,6 +475,16 @@ def test_a_border_is_found(start: int, count: int, border: int) -> None:
     check_follows(Curve(trace, 1), trace, start, count)
 
 
+@given(st.integers(1, 50), st.integers(4, 30), st.integers(0, 80))
+def test_every_piece_is_checked_between_its_nodes(start: int, count: int, border: int) -> None:
+    """A parabola goes through three nodes of an odd number of lengths, the middle one among them."""
+
+    def trace(length: int) -> Step:
+        return step(length * length, kind="before") if length < border else step(7, length, kind="after")
+
+    check_follows(Curve(trace, 2), trace, start, count)
+
+
 @given(st.integers(1, 50), st.integers(30, 120))
 def test_what_comes_back_every_eight_lengths_is_found(start: int, count: int) -> None:
     def trace(length: int) -> Step:

@@ -169,7 +169,8 @@ class Curve:
             return [Piece([length], {length: self._step(length)}) for length in lengths]
         last = len(lengths) - 1
         nodes = {node: self._step(node) for node in (lengths[last * n // self.degree] for n in range(self.degree + 1))}
-        held_out = [length for length in _held_out(lengths, period) if length not in nodes]
+        between = (length for length in (*lengths[len(lengths) // 2 :], *lengths) if length not in nodes)
+        held_out = [length for length in _held_out(lengths, period) if length not in nodes] or [next(between)]
         piece = Piece(lengths, nodes)
         if all(piece.agrees(length, self._step(length)) for length in held_out):
             return [piece]
