@@ -13,6 +13,7 @@ import torch
 
 import memsize
 from memsize import ModelRequest
+from memsize.cli import run
 from memsize.documents import document
 from memsize.records.trace import Event
 from tests.deep import plans_of
@@ -97,13 +98,18 @@ def test_a_generation(folder: Path) -> None:
     assert report.parameters == sizes
 
 
-def test_what_a_gpu_needs_for_it(folder: Path) -> None:
+def test_what_a_gpu_needs_for_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is kept for backward: bars are of the peak."""
     report = memsize.report(f"diffusers:{folder}", scenarios="fp16", gpu="t4")
     assert document(report).verdict()[0].code == "inference-peak"
     peak = report.scenario_results[0].inference
     bars = document(report).bars()
     assert bars.title.startswith("peak of inference") and sum(bars.bars[0].sizes) == peak.requested
+    # Sums over all layers and steps, as a summary's total, would say nothing.
+    assert run(["report", f"diffusers:{folder}", "--scenario", "fp16", "--gpu", "t4", "--format", "markdown"]) == 0
+    headings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| scenario ")]
+    assert not any("total" in heading or "outputs" in heading for heading in headings)
+    assert any("parameters" in heading for heading in headings)
 
 
 def test_options_of_a_generation(folder: Path) -> None:

@@ -365,8 +365,10 @@ def scenario_table(report: Report) -> Table:
     remarks = said_once(
         Remark(entry.name, entry.status, entry.reason) for entry in report.scenario_results if entry.reason
     )
-    if not _keeps_for_backward(report):
-        fields = fields.without("saved_bytes", "training", "saved_bytes_of_fp32", "training_of_fp32")
+    left_out = [] if _keeps_for_backward(report) else ["saved_bytes", "training"]
+    if "forward" not in report.trace.phases:  # of a pipeline: sums over all its steps, of which little is there at once
+        left_out += ["output_bytes", "inference"]
+    fields = fields.without(*left_out, *(f"{name}_of_fp32" for name in left_out))
     table = Table.of("scenarios", "Scenarios", fields, report.scenario_rows, remarks=remarks)
     return table.without_empty("buffers", "unregistered", "master", "cast")
 
