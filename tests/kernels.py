@@ -15,6 +15,7 @@ from memsize.kernels import (
     registry as registry,
     rules,
     strides as strides,
+    windows as windows,
 )
 from memsize.kernels.attention import (
     UNCOMPILED_FLEX as UNCOMPILED_FLEX,
@@ -22,7 +23,7 @@ from memsize.kernels.attention import (
     flex_gradients as flex_gradients,
     flex_outputs as flex_outputs,
 )
-from memsize.kernels.convolution import ConvolutionWorkspaces as ConvolutionWorkspaces
+from memsize.kernels.convolution_workspaces import ConvolutionWorkspaces as ConvolutionWorkspaces
 from memsize.kernels.cudnn.backend import CudnnError as CudnnError
 from memsize.kernels.cudnn.plans import (
     OLDEST as OLDEST,

@@ -27,6 +27,7 @@ from tests.kernels import (
     rules,
     sparse_rule,
     strides,
+    windows,
 )
 from tests.models import Ledger, MetaDispatchMode
 
@@ -957,9 +958,9 @@ def test_convolution_sizes(size: int, kernel: int, stride: int, padding: int, di
 
 def test_pooling_counts_a_partial_window_only_with_ceil_mode() -> None:
     # 5 values in pairs: two whole pairs, and one half; a window that starts in the padding behind doesn't count.
-    assert convolution.pooled_size(5, 2, 2, 0, 1, False) == 2
-    assert convolution.pooled_size(5, 2, 2, 0, 1, True) == 3
-    assert convolution.pooled_size(3, 2, 2, 1, 1, True) == 2
+    assert windows.pooled_size(5, 2, 2, 0, 1, False) == 2
+    assert windows.pooled_size(5, 2, 2, 0, 1, True) == 3
+    assert windows.pooled_size(3, 2, 2, 1, 1, True) == 2
 
 
 @pytest.mark.parametrize("step", [0, -1])

@@ -15,7 +15,7 @@ from torch import nn
 from memsize.device.cards import card, multiprocessors
 from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError, ScenarioError
-from memsize.kernels.convolution import ConvolutionWorkspaces
+from memsize.kernels.convolution_workspaces import ConvolutionWorkspaces
 from memsize.kernels.cudnn.plans import Plans
 from memsize.loading.hubs import checkpoint_config_of
 from memsize.loading.model_defined_step import model_defined_step_of

@@ -37,6 +37,7 @@ def rules() -> Rules:
         reductions,
         rnn,
         sparse,
+        windows,
     )
 
     return RULES

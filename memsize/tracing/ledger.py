@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from memsize.kernels.convolution import FORWARD, NONE, TRACED, TRACED_AS, ConvolutionWorkspaces
+from memsize.kernels.convolution import FORWARD, TRACED, TRACED_AS
+from memsize.kernels.convolution_workspaces import NONE, ConvolutionWorkspaces
 from memsize.kernels.matmul import takes_cublas, takes_cublaslt
 from memsize.kernels.multiply_adds import FLOPS_OF_ONE
 from memsize.kernels.reduction_scratch import scratch
