@@ -133,6 +133,26 @@ def test_a_draft_model_shares_nothing(served: Callable[..., Any], tmp_path: Path
     assert drafted.paged.block_bytes == 2 * plain.paged.block_bytes
 
 
+def test_sglang_makes_room_for_as_many_layers_as_the_draft_has(served: Callable[..., Any], tmp_path: Path) -> None:
+    """A draft of three layers whose tokens are half as large: SGLang counts five layers like the target's. The weights
+    are those of vLLM's draft; without one, 0.5.18 leaves the same fraction.
+    """
+    path = tmp_path / "draft.json"
+    path.write_text(json.dumps(QWEN | {"num_hidden_layers": 3, "num_key_value_heads": 1}))
+    asked = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": f"hf:{path}"}
+    asked |= {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    plain = row_of(served(LLAMA, "sglang=0.5.18"))
+    report = served(LLAMA, "sglang=0.5.18", speculative_config=json.dumps(asked))
+    drafted = row_of(report)
+    assert (plain.paged.block_bytes, drafted.paged.block_bytes) == (2 * ATTENTION, (2 + 3) * ATTENTION)
+    of_vllm = [
+        row_of(served(LLAMA, speculative_config=config)).weights
+        for config in (None, config_of(QWEN | {"num_hidden_layers": 3, "num_key_value_heads": 1}, path))
+    ]
+    assert drafted.weights - plain.weights == of_vllm[1] - of_vllm[0] > 0
+    assert report.asked["speculative"] == "draft_model" and report.asked["drafted"] == 3
+
+
 def test_a_layer_of_mtp_is_like_the_last_with_attention(served: Callable[..., Any]) -> None:
     """It has a cache of its own; a state has a block more for each drafted token."""
     config = '{"method": "mtp", "num_speculative_tokens": 2}'
@@ -183,6 +203,13 @@ def test_rejected_tokens_have_logits_of_their_own(release: str, numbers: int, se
         (
             {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 1}', "server": "vllm=0.9.2"},
             r"mtp is covered for vLLM from 0\.10\.0 on, not for vLLM 0\.9\.2",
+        ),
+        (
+            {
+                "speculative_config": '{"speculative_algorithm": "NEXTN", "speculative_num_steps": 1}',
+                "server": "sglang=0.5.13",
+            },
+            r"mtp is covered for SGLang from 0\.5\.18 on, not for SGLang 0\.5\.13",
         ),
     ],
 )

@@ -212,6 +212,10 @@ DRAFTS_SINCE: Final = dict.fromkeys(("eagle3", "eagle", "ngram"), (0, 9, 0)) | {
     "draft_model": (0, 17, 0),
 }
 """The releases of vLLM's engine V1 whose drafts were read (v1/spec_decode)."""
+SGLANG_DRAFTS_SINCE: Final = (0, 5, 18)
+"""The first release that was read with the draft inside the server's fraction: its weights are loaded before the cache
+is sized (`init_model_worker` in srt/managers/scheduler.py). 0.5.13 and before left 2 to 6 GiB beside the fraction.
+"""
 NGRAM_SINCE: Final = (0, 29, 0)
 """Before, its second model runner took no ngram (`_get_v2_model_runner_unsupported_features` in config/vllm.py)."""
 
@@ -272,7 +276,9 @@ class Serving:
         flags=("--max-loras", "--max-loras-per-batch"),
     )
     max_lora_rank: int | None = option(None, "Largest rank of an adapter.", shown="vLLM: 16", least=1)
-    speculative_config: str | None = option(None, "Draft tokens before each step, as vLLM has it.", metavar="JSON")
+    speculative_config: str | None = option(
+        None, "Draft tokens before each step, as vLLM or SGLang has it.", metavar="JSON"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -305,10 +311,10 @@ class Serving:
         draft = self.speculation
         if draft is None:
             return
-        since = DRAFTS_SINCE[draft.method]
-        if self.rules.server != "vLLM" or self.rules.version < since:
-            first = ".".join(map(str, since))
-            raise InputError(f"{draft.method} is covered for vLLM from {first} on, not for {self.rules.name}")
+        since = DRAFTS_SINCE[draft.method] if self.rules.server == "vLLM" else SGLANG_DRAFTS_SINCE
+        if self.rules.version < since:
+            first = f"{self.rules.server} from {'.'.join(map(str, since))} on"
+            raise InputError(f"{draft.method} is covered for {first}, not for {self.rules.name}")
 
     @property
     def _cache_bytes(self) -> int | None:

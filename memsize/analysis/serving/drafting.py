@@ -9,6 +9,7 @@ from memsize.analysis.serving.kv_blocks import STATE
 from memsize.analysis.serving.scenarios import served_scenarios
 from memsize.analysis.serving.server_runs import ServerRuns
 from memsize.analysis.serving.weights import loaded_weights
+from memsize.errors import InputError
 from memsize.records.trace import Trace
 from memsize.spec.generation import ServerArguments, Serving
 from memsize.spec.scenario import Scenario, select
@@ -40,9 +41,21 @@ class Draft:
 def drafting_layers(
     layers: Sequence[CachedLayer], target: ServerRuns, draft: Draft | None, served: ServerArguments
 ) -> list[CachedLayer]:
-    """The layers that cache for the draft of a target, whose own are `layers`."""
+    """The layers that cache for the draft of a target, whose own are `layers`. SGLang makes room for as many as the
+    draft has, each as large as one of the target's (`DefaultPoolConfigurator` in
+    srt/model_executor/pool_configurator.py).
+
+    Raises `InputError` for targets of SGLang with several kinds of layers, whose pools with a draft are not covered.
+    """
+    of_sglang = served.rules.server == "SGLang"
+    drafts = served.speculation is not None and served.speculation.method != "ngram"
+    if of_sglang and drafts and len({layer.kind for layer in layers}) > 1:
+        raise InputError(
+            f"{target.runner.name} has layers of several kinds: {served.rules.name}'s drafts are not covered"
+        )
     if draft is not None:
-        return draft.runs.cached_layers(draft.scenario, served)
+        own = draft.runs.cached_layers(draft.scenario, served)
+        return list(layers[-1:]) * len(own) if of_sglang else own
     if served.speculation and served.speculation.method == "mtp":
         return [layer for layer in layers if layer.kind != STATE][-1:] * predicted_layers(target.runner.model)
     return []
