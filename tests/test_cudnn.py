@@ -315,6 +315,35 @@ def test_settings_of_pytorch_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked(nn.Conv2d(8, 8, 3, dilation=2), 2, 8, 9, 9) == []
 
 
+def test_a_program_changes_settings_when_it_wants() -> None:
+    plans = Asked(A100, [])
+    layer = nn.Conv2d(8, 8, 3).to("meta")
+    x = torch.empty(2, 8, 9, 9, device="meta")
+    with Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces.on(plans))):  # type: ignore[arg-type]
+        layer(x)
+        with torch.backends.cudnn.flags(enabled=False):
+            layer(x)
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+            layer(x)
+    assert [(each.deterministic, each.tf32) for each in plans.convolutions] == [(False, True), (True, False)]
+
+
+def test_deterministic_algorithms_are_those_of_convolutions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert {each.deterministic for each in asked(nn.Conv2d(8, 8, 3), 2, 8, 9, 9)} == {True}
+
+
+def test_the_precision_of_convolutions_is_read_apart_from_that_of_recurrent_layers() -> None:
+    """`cudnn.allow_tf32` raises where they differ."""
+    conv = torch.backends.cudnn.conv
+    before = conv.fp32_precision
+    conv.fp32_precision = "ieee"
+    try:
+        assert {each.tf32 for each in asked(nn.Conv2d(8, 8, 3), 2, 8, 9, 9)} == {False}
+    finally:
+        conv.fp32_precision = before
+
+
 # -- what a run makes of it --------------------------------------------------------------------------------------------
 
 

@@ -65,16 +65,13 @@ class Operands(NamedTuple):
 class ConvolutionWorkspaces:
     """The bytes that cuDNN, or PyTorch's own kernel, takes from the allocator during each convolution of a run.
 
-    PyTorch's settings of cuDNN are those of when the run begins, apart from its benchmark, which a program may switch
-    on at any time unless `benchmark` says what it is: with it the first call of each convolution allocates the largest
+    PyTorch's settings of cuDNN are read at each convolution, since a program sets them when it wants, but for its
+    benchmark where `benchmark` says what it is: with it the first call of each convolution allocates the largest
     workspace of all plans, and later calls are taken to run the heuristics' first plan (Conv_v8.cpp,
     `generate_and_filter_plans`). `met` collects the convolutions that ran on cuDNN, with their workspaces.
     """
 
     plans: Plans
-    enabled: bool
-    deterministic: bool
-    tf32: bool
     benchmark: bool | None = None
     pytorch: Release = NEWEST
     met: dict[Convolution, int] = field(default_factory=dict)
@@ -85,9 +82,8 @@ class ConvolutionWorkspaces:
 
     @classmethod
     def on(cls, plans: Plans, benchmark: bool | None = None, release: Release | None = None) -> ConvolutionWorkspaces:
-        """The convolutions on the GPU of `plans`, under PyTorch's present settings and the rules of its `release`."""
-        settings = torch.backends.cudnn
-        return cls(plans, settings.enabled, settings.deterministic, settings.allow_tf32, benchmark, release or NEWEST)
+        """The convolutions on the GPU of `plans`, under the rules of PyTorch's `release`."""
+        return cls(plans, benchmark, release or NEWEST)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -141,8 +137,8 @@ class ConvolutionWorkspaces:
             stride=_along(call.stride, rank, 1),
             dilation=_along(call.dilation, rank, 1),
             channels_last=suggests_last(call.x, call.w),
-            deterministic=self.deterministic,
-            tf32=self.tf32,
+            deterministic=_is_deterministic(),
+            tf32=torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32",
         )
         size = self.plans.workspace(convolution)
         benchmark = torch.backends.cudnn.benchmark if self.benchmark is None else self.benchmark
@@ -155,7 +151,7 @@ class ConvolutionWorkspaces:
     def _runs_on_cudnn(self, call: Operands) -> bool:
         """Whether PyTorch gives a forward, and so its backward, to cuDNN."""
         x, w = call.x, call.w
-        if not self.enabled or x.dtype is not w.dtype or dtype_name(x.dtype) not in WIDTHS:
+        if not torch.backends.cudnn.enabled or x.dtype is not w.dtype or dtype_name(x.dtype) not in WIDTHS:
             return False
         if not x.numel() or not w.numel():
             return False
@@ -164,7 +160,7 @@ class ConvolutionWorkspaces:
         if any(more >= step for more, step in zip(call.output_padding, call.stride, strict=False)):
             return False
         last = suggests_last(x, w)
-        if self.deterministic and max(call.dilation) > 1 and not last:
+        if _is_deterministic() and max(call.dilation) > 1 and not last:
             return False
         if self._distrusts(call, last):
             return False
@@ -187,6 +183,11 @@ class ConvolutionWorkspaces:
             self.distrusted.add(_LARGE.format(wanted))
             return True
         return False
+
+
+def _is_deterministic() -> bool:
+    """Whether convolutions take deterministic algorithms only (`at::convolution`)."""
+    return torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def _numbers_of_a_sample(call: Operands) -> int:
