@@ -366,7 +366,9 @@ def scenario_table(report: Report) -> Table:
         Remark(entry.name, entry.status, entry.reason) for entry in report.scenario_results if entry.reason
     )
     left_out = [] if _keeps_for_backward(report) else ["saved_bytes", "training"]
-    if "forward" not in report.trace.phases:  # of a pipeline: sums over all its steps, of which little is there at once
+    if not any(
+        phase.startswith("forward") for phase in report.trace.phases
+    ):  # of a pipeline: sums over all its steps, of which little is there at once
         left_out += ["output_bytes", "inference"]
     fields = fields.without(*left_out, *(f"{name}_of_fp32" for name in left_out))
     table = Table.of("scenarios", "Scenarios", fields, report.scenario_rows, remarks=remarks)
