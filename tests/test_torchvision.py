@@ -1,14 +1,16 @@
-"""A torchvision that was built for another torch: models that need none of its compiled part run all the same."""
+"""A torchvision or torchaudio that was built for another torch: what needs no compiled part of it runs all the same."""
 
 from __future__ import annotations
 
 import json
 import re
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+import memsize
 from tests.conftest import Python, Write
 from tests.models import matching_release
 
@@ -147,3 +149,26 @@ print(tuple(torch.ops.torchvision.roi_align(x, torch.zeros(3, 5, device="cuda"),
     done = warm_python("-c", "import memsize\nwith memsize.virtual_gpu('t4'):\n    import train\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "(3, 4, 2, 2)\n"
+
+
+# torchaudio 2.11's way to its compiled part, and what it does without.
+AUDIO = {
+    "__init__.py": "from ._extension import IS_THERE\n",
+    "_extension/__init__.py": "from .utils import _load_lib\nIS_THERE = _load_lib('_torchaudio')\n",
+    "_extension/utils.py": """
+import torch
+def _load_lib(lib):
+    torch.ops.load_library(f"absent/{lib}.so")
+    return True
+""",
+}
+
+
+def test_a_script_imports_a_torchaudio_that_does_not_fit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "torchaudio" / "_extension").mkdir(parents=True)
+    for name, content in AUDIO.items():
+        (tmp_path / "torchaudio" / name).write_text(content)
+    script = tmp_path / "script.py"
+    script.write_text("import torch, torchaudio\nprint('compiled:', torchaudio.IS_THERE)\ntorch.ones(1).cuda()\n")
+    memsize.run(script)
+    assert "compiled: False" in capfd.readouterr().out

@@ -105,6 +105,8 @@ _WHOLE: Final = (_INSTALLED, "transformer_engine")
 """The simulated packages that import their own modules."""
 _INTEGRATION: Final = "transformers.integrations.bitsandbytes"
 """The module of transformers that imports bitsandbytes where it is there."""
+_AUDIO: Final = "torchaudio._extension.utils"
+"""The module that loads torchaudio's compiled part, without which its functions are Python."""
 _ASKED_ONCE: Final = {
     "transformers.utils.import_utils": ("is_bitsandbytes_available",),
     "peft.import_utils": ("is_bnb_available", "is_bnb_4bit_available"),
@@ -176,6 +178,9 @@ class SimulatedPackages(MetaPathFinder):
             if hasattr(module, "get_kernel_hub"):  # where `kernels` is installed
                 yield wrapping(module, "get_kernel_hub", self._hub_kernel)
 
+        def in_python(module: Any) -> Iterator[tuple[Any, str, Any]]:
+            yield wrapping(module, "_load_lib", _loaded_if_it_fits)
+
         def integrated(module: Any) -> Iterator[tuple[Any, str, Any]]:
             if not hasattr(module, "bnb"):  # imported before the script ran
                 yield module, "bnb", _module(_INSTALLED)
@@ -189,6 +194,7 @@ class SimulatedPackages(MetaPathFinder):
             "kernels": of_hub,
             _HUB_OF_TRANSFORMERS: of_transformers,
             _INTEGRATION: integrated,
+            _AUDIO: in_python,
         }
 
     def _hub_kernel(self, original: Callable[..., Any], repo_id: str, *args: Any, **options: Any) -> Any:
@@ -229,6 +235,14 @@ class SimulatedPackages(MetaPathFinder):
         """Yield the version of the package that libraries find installed, where they ask for it by name."""
         if context.name == _INSTALLED or (context.name == _SERVER and _is_imported_by_script(False)):
             yield _SimulatedDistribution(context.name)
+
+
+def _loaded_if_it_fits(load: Callable[[str], bool], name: str) -> bool:
+    """Whether torchaudio has its compiled part; one that was built for another PyTorch is as good as none."""
+    try:
+        return load(name)
+    except OSError:
+        return False
 
 
 def _forget_answers() -> None:
