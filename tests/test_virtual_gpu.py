@@ -127,6 +127,17 @@ class _Keeping(torch.autograd.Function):
         return _Keeping.kept[-1]
 
 
+def test_replaced_data_has_the_new_values() -> None:
+    """As DINOv3 fills its model with NaN before the periods of its rotary embedding replace a buffer's data."""
+    with memsize.virtual_gpu("t4"):
+        periods = torch.full((8,), float("nan"), device="cuda")
+        assert bool(periods.isnan().any())
+        periods.data = torch.arange(8.0, device="cuda")
+        assert not bool(periods.isnan().any())
+        periods.data = torch.full((8,), float("inf"), device="cuda")
+        assert bool(periods.isinf().all())
+
+
 class _Tagging(torch.autograd.Function):
     """A product that marks the weight which it saved, as Megatron's layers do."""
 

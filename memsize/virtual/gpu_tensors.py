@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
+from memsize.known_values.propagation import carry_over
 from memsize.known_values.values import CONSTANT
 from memsize.processes.patches import Patch, calling, wrapping
 from memsize.torch_internals.meta import is_meta
@@ -260,9 +261,11 @@ def _set_data(ledger: VirtualLedger, tensor: Tensor, value: Tensor) -> None:
     """``p.data = p.data.cuda()`` keeps the object on CUDA, and so all that optimizers hold of it. PyTorch takes tensors
     of the CPU and of CUDA for the same type, but not those of `meta`: here the two exchange what they are made of. A
     gradient stays where it is, which PyTorch's own are not asked to here: another stands for it until its data is
-    replaced too, or the tensor is back.
+    replaced too, or the tensor is back. What is known of the values is what is known of the new ones.
     """
     vars(tensor).pop(_STANDS_FOR, None)
+    vars(tensor).pop(CONSTANT, None)
+    carry_over(value, tensor)
     if is_meta(tensor) == is_meta(value):
         _data.__set__(tensor, value)
         return
