@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.scripts import data
+from benchmarks.scripts import data, research_data
 from benchmarks.scripts.recipe import Recipe
 
 LLAMA = (
@@ -26,6 +26,7 @@ _TORCHTUNE = (
     data.rows("yahma/alpaca-cleaned/train.json", instruction=data.sentence, input="", output=data.sentence),
 )
 _TORCHTUNE_FOLDERS = "checkpointer.checkpoint_dir=llama tokenizer.path=llama/tokenizer.model output_dir=out"
+_LITGPT = "checkpoints/meta-llama/Llama-3.2-1B"
 _PICTURES = data.pictures("images/train/a", count=16)
 _REWARD = """
 def length(completions, **_):
@@ -144,6 +145,23 @@ RECIPES = (
             options="--gpu 4090",
         )
         for name, recipe in (("lora", "lora"), ("qlora", "lora"), ("full", "full"))
+    ),
+    *(
+        Recipe(
+            f"litgpt {name}",
+            "Lightning-AI/litgpt",
+            ".",
+            f"-m litgpt finetune_{name} {_LITGPT} --config config_hub/finetune/llama-3.2-1B/{name}.yaml --data JSON "
+            "--data.json_path rows.jsonl",
+            (
+                research_data.litgpt(_LITGPT, "Llama-3.2-1B"),
+                data.tokenizer(_LITGPT),
+                data.rows("rows.jsonl", instruction=data.sentence, input="", output=research_data.page),
+            ),
+            needs=("litgpt", "lightning", "jsonargparse"),
+            options="--gpu a10g",
+        )
+        for name in ("lora", "full")
     ),
     Recipe(
         "sentence-transformers cross_encoder",

@@ -37,6 +37,17 @@ RECIPES = (
         ("torchvision",),
     ),
     Recipe(
+        "dinov3 vitl",
+        "facebookresearch/dinov3",
+        ".",
+        "dinov3/train/train.py --config-file dinov3/configs/train/vitl_im1k_lin834.yaml --output-dir out "
+        "train.dataset_path=ImageNet:split=TRAIN:root=root:extra=extra train.num_workers=2",
+        (research_data.imagenet,),
+        ("omegaconf", "submitit", "termcolor", "torchmetrics", "torchvision"),
+        _HERE,
+        "--gpus 32 --gpu h100",
+    ),
+    Recipe(
         "pointnet classification",
         "fxia22/pointnet.pytorch",
         ".",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
@@ -28,6 +29,11 @@ def compressed(name: str, count: int) -> Maker:
 def numbers(random: Random) -> list[int]:
     """A column of `rows`: token numbers."""
     return [random.randint(0, 50000) for _ in range(random.randint(10, 60))]
+
+
+def page(random: Random) -> str:
+    """Eighty sentences, more than fit into the samples of a training on answers."""
+    return " ".join(data.sentence(random) for _ in range(80))
 
 
 def autoencoder(folder: str) -> Maker:
@@ -113,3 +119,37 @@ def nanochat(folder: str, pieces: int = 32_768) -> Maker:
             data.rows(f"{folder}/base_data_climbmix/shard_0000{number}.parquet", 4000, text=data.sentence)(here)
 
     return make
+
+
+def litgpt(folder: str, name: str) -> Maker:
+    """A checkpoint of LitGPT's model `name` in its own format: zeros, one stored number for each tensor."""
+
+    def make(here: Path) -> None:
+        import torch
+        import yaml
+        from litgpt import GPT, Config
+
+        config = Config.from_name(name)
+        with torch.device("meta"):
+            built = GPT(config)
+        zero = torch.zeros((), dtype=torch.bfloat16)
+        (here / folder).mkdir(parents=True)
+        weights = {key: zero.expand(tensor.shape) for key, tensor in built.state_dict().items()}
+        torch.save(weights, here / folder / "lit_model.pth")
+        (here / folder / "model_config.yaml").write_text(yaml.dump(asdict(config)))
+
+    return make
+
+
+def imagenet(here: Path) -> None:
+    """DINOv3's index of as many images as ImageNet has, all of them the same file."""
+    import numpy as np
+
+    kind = np.dtype([("actual_index", "<u4"), ("class_index", "<u4"), ("class_id", "U9"), ("class_name", "U5")])
+    entries = np.zeros(1_281_167, kind)
+    entries["class_id"], entries["class_name"] = "n01440764", "tench"
+    (here / "extra").mkdir()
+    np.save(here / "extra/entries-TRAIN.npy", entries)
+    for column in ("id", "name"):
+        np.save(here / f"extra/class-{column}s-TRAIN.npy", entries[f"class_{column}"][:1])
+    data.pictures("root/train/n01440764", count=1, name="n01440764_{}.JPEG")(here)

@@ -1,13 +1,32 @@
-"""Scripts that torchrun starts, one process for each GPU, and scripts whose layers are kernels of Triton."""
+"""Scripts that torchrun starts, one process for each GPU, mixtures of experts among them, and scripts whose layers are
+kernels of Triton.
+"""
 
 from __future__ import annotations
+
+import importlib
+import subprocess
+import sysconfig
+from pathlib import Path
 
 from benchmarks.scripts import data
 from benchmarks.scripts.recipe import Recipe
 
-TITAN = "-m torchtitan.train --module llama3 --config llama3_debugmodel"
+_TITAN = "-m torchtitan.train --module {} --config {}"
+TITAN = _TITAN.format("llama3", "llama3_debugmodel")
 C4 = data.rows("tests/assets/c4_test/data.json", 2000, text=data.sentence, timestamp="2019-04-25T12:57:54Z", url="u")
 _TENSOR_PARALLEL = "distributed/tensor_parallelism"
+
+_DEEPSEEK = _TITAN.format("deepseek_v3", "deepseek_v3_debugmodel")
+
+
+def _dataset_helpers(here: Path) -> None:
+    """Megatron's index builder, compiled as its Makefile does; a script that runs may not write there."""
+    folder, suffix = here / "megatron/core/datasets", sysconfig.get_config_var("EXT_SUFFIX")
+    includes = [f"-I{sysconfig.get_path('include')}", f"-I{importlib.import_module('pybind11').get_include()}"]
+    command = ["g++", "-O3", "-shared", "-std=c++17", "-fPIC", *includes, "helpers.cpp", "-o", f"helpers_cpp{suffix}"]
+    subprocess.run(command, cwd=folder, check=True)
+
 
 RECIPES = (
     *(
@@ -15,17 +34,40 @@ RECIPES = (
             f"torchtitan {name}",
             "pytorch/torchtitan@81e4c0a",
             ".",
-            " ".join((TITAN, *(f"--parallelism.{degree}" for degree in degrees))),
+            " ".join((start, *(f"--parallelism.{degree}" for degree in degrees))),
             (C4,),
             needs=("datasets", "torchdata", "spmd_types", "triton", "tyro"),
             environment={"PYTHONPATH": "."},
             options="--gpus 8 --gpu h100",
         )
-        for name, degrees in (
-            ("fsdp", ()),
-            ("fsdp tp", ("data_parallel_shard_degree 4", "tensor_parallel_degree 2")),
-            ("fsdp pp", ("data_parallel_shard_degree 4", "pipeline_parallel_degree 2")),
+        for name, start, degrees in (
+            ("fsdp", TITAN, ()),
+            ("fsdp tp", TITAN, ("data_parallel_shard_degree 4", "tensor_parallel_degree 2")),
+            ("fsdp pp", TITAN, ("data_parallel_shard_degree 4", "pipeline_parallel_degree 2")),
+            ("deepseek_v3 ep", _DEEPSEEK, ("expert_parallel_degree 4",)),
+            ("deepseek_v3 ep tp", _DEEPSEEK, ("expert_parallel_degree 4", "tensor_parallel_degree 2")),
+            ("qwen3 moe ep", _TITAN.format("qwen3", "qwen3_moe_debug"), ("expert_parallel_degree 8",)),
+            ("llama4 ep", _TITAN.format("llama4", "llama4_debugmodel"), ("expert_parallel_degree 4",)),
+            ("gpt_oss ep", _TITAN.format("gpt_oss", "gpt_oss_debugmodel"), ("expert_parallel_degree 4",)),
         )
+    ),
+    Recipe(  # examples/mixtral with four layers, on one node
+        "megatron mixtral",
+        "NVIDIA/Megatron-LM@125629923c",
+        ".",
+        "pretrain_gpt.py --use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 "
+        "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 "
+        "--attention-dropout 0.0 --hidden-dropout 0.0 --normalization RMSNorm --position-embedding-type rope --swiglu "
+        "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 8 --no-masked-softmax-fusion "
+        "--rotary-base 1000000 --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
+        "--moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --overlap-param-gather "
+        "--overlap-grad-reduce --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --split 99990,8,2 "
+        "--micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --train-iters 3 --bf16 --expert-model-parallel-size 8 "
+        "--use-distributed-optimizer --log-interval 1 --eval-interval 1000 --eval-iters 0",
+        (_dataset_helpers,),
+        needs=("pybind11",),
+        environment={"PYTHONPATH": "."},
+        options="--gpus 8 --gpu h100",
     ),
     *(
         Recipe(f"examples/{folder} {file}", "pytorch/examples", folder, f"{file}.py", options=f"--gpus {gpus}")
