@@ -867,6 +867,16 @@ def test_the_second_graph_on_hopper_counts_for_all_others(config: Callable[..., 
     assert latent == (2 * parts + 102 * 20 * 56 * KIB, 2 * parts + 102 * 20 * 512 * KIB)
 
 
+def test_hybrids_of_granite_have_a_rotary_table_where_they_name_it(config: Callable[..., str]) -> None:
+    """1,000 positions times 16 numbers of a head in two bytes, beside two blocks of the frequencies of transformers."""
+
+    def weights(kind: str | None) -> int:
+        entries = SMALL | KINDS["Granite"][0] | {"position_embedding_type": kind}
+        return int(memsize.serve(config(**entries), gpu="t4", max_num_seqs=4, **PLAIN).ran[0].weights)
+
+    assert weights("rope") - weights(None) == weights("rope") - weights("nope") == 1000 * 16 * 2 + 2 * 512
+
+
 def test_graphs_of_experts_have_more_kernels(config: Callable[..., str]) -> None:
     """13 graphs between 12 layers' attention keep up to 240 KiB, 3.05 MiB: two pages; with experts up to 64 KiB more,
     3.86, the same two; of 15 layers 3.75 and 4.75: two and three.

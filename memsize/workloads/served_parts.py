@@ -46,11 +46,12 @@ def has_states(config: Any) -> bool:
 def rotary_tables(model: Any) -> int:
     """Bytes of vLLM's tables of sines and cosines, one for each kind of rotary embedding: all positions times the width
     that is turned, or of the whole head where Gemma 4 turns a part of it by zero (`gemma4_rope.py`), in the dtype of
-    the model (`vllm/model_executor/layers/rotary_embedding`, `get_rope`).
+    the model (`vllm/model_executor/layers/rotary_embedding`, `get_rope`). Granite's hybrids have one only where they
+    name it, but rotary parameters always.
     """
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None)
-    if not rope:
+    if not rope or getattr(config, "position_embedding_type", "rope") != "rope":
         return 0
     layers = list(getattr(config, "layer_types", None) or ())
     tables: dict[tuple[object, ...], int] = {}
