@@ -268,6 +268,22 @@ _CONFIGS["qwen3.6-35b-a3b"] = _DELTA | {
     "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2, "linear_num_value_heads": 32,
     "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
 }  # fmt: skip
+_CONFIGS |= {
+    name: _DELTA
+    | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": hidden}
+    | {"intermediate_size": inner, "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4}
+    | {"linear_num_value_heads": 32, "tie_word_embeddings": name == "qwen3.5-4b"}
+    for name, hidden, inner in (("qwen3.5-4b", 2560, 9216), ("qwen3.5-9b", 4096, 12288))
+}
+_CONFIGS["granite-4.0-h-1b"] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 1536,
+    "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48,
+    "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "shared_intermediate_size": 4096,
+    "intermediate_size": 4096, "num_local_experts": 0, "num_experts_per_tok": 0, "vocab_size": 100352,
+    "tie_word_embeddings": True, "position_embedding_type": "nope", "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+}  # fmt: skip
 _PHI: Final = {name: entry for name, entry in _CONFIGS["phi-4-gptq"].items() if name != "quantization_config"}
 _CONFIGS["phi-4"] = _PHI | {"dtype": "bfloat16"}
 _ABOUT: Final = ("model", "figure", "gib")
