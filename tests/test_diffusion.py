@@ -355,6 +355,11 @@ def test_what_is_no_pipeline(tmp_path: Path, folder: Path) -> None:
         memsize.report(f"diffusers:{folder}/vae")
 
 
+def test_a_pipeline_names_the_part_to_train(folder: Path) -> None:
+    with pytest.raises(memsize.InputError, match=rf"^a pipeline only generates; train its unet, {folder}/unet$"):
+        memsize.fit(f"diffusers:{folder}", train="adamw", gpu="t4", scenarios="as-given")
+
+
 def test_events_between_parts() -> None:
     """Before the first part they belong to its phase, else to the phase that they follow; a setup stays as it is."""
     layers = tuple(layer(path, "Module") for path in ("", "vae", "unet"))

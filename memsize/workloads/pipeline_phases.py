@@ -12,11 +12,12 @@ from memsize.loading.hubs.diffusion import Pipeline
 from memsize.records.trace import Trace
 
 _FORWARD: Final = "forward"
+DENOISING: Final = "denoising"
 _PHASES: Final = {
     "text_encoder": "text encoding",
     "image_encoder": "image encoding",
-    "unet": "denoising",
-    "transformer": "denoising",
+    "unet": DENOISING,
+    "transformer": DENOISING,
     "vae": "decoding",
 }
 

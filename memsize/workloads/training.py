@@ -30,6 +30,7 @@ from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.workloads import Forward, Inference, Proof, Workload
 from memsize.workloads.losses import Losses
 from memsize.workloads.optimizers import make_optimizer, steps_watched
+from memsize.workloads.pipeline_phases import DENOISING, phases_of
 
 Body = Callable[..., Any]
 
@@ -162,6 +163,10 @@ class Loop:
         self.setup = setup
         self.training = training
         self.ledger = ledger
+        phases = {phase: part for part, phase in phases_of(setup.model).items()}
+        if part := phases.get(DENOISING):
+            name = setup.name.removeprefix("diffusers:").partition(" (")[0]
+            raise InputError(f"a pipeline only generates; train its {part}, {name}/{part}")
         self.parameters = _trainable(setup.model)
         if not self.parameters:
             raise InputError("no parameter of the model requires a gradient: there is nothing to train")
