@@ -146,22 +146,19 @@ RECIPES = (
         )
         for name, recipe in (("lora", "lora"), ("qlora", "lora"), ("full", "full"))
     ),
-    *(
-        Recipe(
-            f"litgpt {name}",
-            "Lightning-AI/litgpt",
-            ".",
-            f"-m litgpt finetune_{name} {_LITGPT} --config config_hub/finetune/llama-3.2-1B/{name}.yaml --data JSON "
-            "--data.json_path rows.jsonl",
-            (
-                research_data.litgpt(_LITGPT, "Llama-3.2-1B"),
-                data.tokenizer(_LITGPT),
-                data.rows("rows.jsonl", instruction=data.sentence, input="", output=research_data.page),
-            ),
-            needs=("litgpt", "lightning", "jsonargparse"),
-            options="--gpu a10g",
-        )
-        for name in ("lora", "full")
+    Recipe(
+        "litgpt lora",
+        "Lightning-AI/litgpt",
+        ".",
+        f"-m litgpt finetune_lora {_LITGPT} --config config_hub/finetune/llama-3.2-1B/lora.yaml --data JSON "
+        "--data.json_path rows.jsonl",
+        (
+            research_data.litgpt(_LITGPT, "Llama-3.2-1B"),
+            data.tokenizer(_LITGPT),
+            data.rows("rows.jsonl", instruction=data.sentence, input="", output=research_data.page),
+        ),
+        needs=("litgpt", "lightning", "jsonargparse"),
+        options="--gpu a10g",
     ),
     Recipe(
         "sentence-transformers cross_encoder",

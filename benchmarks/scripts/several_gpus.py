@@ -45,10 +45,8 @@ RECIPES = (
             ("fsdp tp", TITAN, ("data_parallel_shard_degree 4", "tensor_parallel_degree 2")),
             ("fsdp pp", TITAN, ("data_parallel_shard_degree 4", "pipeline_parallel_degree 2")),
             ("deepseek_v3 ep", _DEEPSEEK, ("expert_parallel_degree 4",)),
-            ("deepseek_v3 ep tp", _DEEPSEEK, ("expert_parallel_degree 4", "tensor_parallel_degree 2")),
             ("qwen3 moe ep", _TITAN.format("qwen3", "qwen3_moe_debug"), ("expert_parallel_degree 8",)),
             ("llama4 ep", _TITAN.format("llama4", "llama4_debugmodel"), ("expert_parallel_degree 4",)),
-            ("gpt_oss ep", _TITAN.format("gpt_oss", "gpt_oss_debugmodel"), ("expert_parallel_degree 4",)),
         )
     ),
     Recipe(  # examples/mixtral with four layers, on one node
