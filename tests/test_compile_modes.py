@@ -317,7 +317,7 @@ def test_layers_that_are_divided_are_compiled() -> None:
 
 PADDED = """
 net = nn.Linear(2048, {columns}, bias=False, device="cuda")
-x = torch.randn(1024, 2048, device="cuda")
+x = torch.randn({rows}, 2048, device="cuda")
 with torch.no_grad():
     for _ in range(2):
         torch.compile(net)(x)
@@ -327,21 +327,34 @@ with torch.no_grad():
 def test_the_first_run_of_a_script_measures_whether_padding_pays(tmp_path: Path) -> None:
     """Beside x and the weights: random ones of both, weights padded to 8004 columns, as a graph's input in each call,
     their product, and the 40 MiB of an A100's L2 cache. Without padding, product by product, 8001 columns each time.
+    The first product makes cuBLAS's handle.
     """
-    run = ran(tmp_path, PADDED.format(columns=8001))
+    run = ran(tmp_path, PADDED.format(rows=1024, columns=8001))
     x, weights, padded, buffer = 1024 * 2048 * 4, 2048 * 8001 * 4, 2048 * 8004 * 4, 40 * MIB
     plain, product = 1024 * 8001 * 4, 1024 * 8004 * 4
     measured = [s.bytes for s in run.trace.storages if s.op == "pad_mm"]
-    assert measured == [x, weights, plain, buffer, plain, padded, product, buffer, padded, product]
-    assert run.peak.requested == 2 * (x + weights) + padded + product + buffer
+    assert measured == [x, weights, BLAS, plain, buffer, plain, padded, product, buffer, padded, product]
+    assert run.peak.requested == 2 * (x + weights) + BLAS + padded + product + buffer
     steady = x + weights + padded + product + BLAS
     (note,) = (note for note in run.trace.notes if "padding pays" in note)
     assert note.startswith(f"at the peak tensors hold {format_bytes(steady)} to {format_bytes(run.peak.requested)}:")
 
 
+def test_a_product_that_reads_more_than_it_computes_is_measured_and_not_padded(tmp_path: Path) -> None:
+    """Three rows, which padding makes four: PyTorch takes the GPU for a thousand times slower than it is, so that it
+    measures these as well, with random weights beside the model's. The model's own product has three.
+    """
+    run = ran(tmp_path, PADDED.format(rows=3, columns=8192))
+    x, weights, padded, buffer = 3 * 2048 * 4, 2048 * 8192 * 4, 4 * 2048 * 4, 40 * MIB
+    plain, product = 3 * 8192 * 4, 4 * 8192 * 4
+    measured = [s.bytes for s in run.trace.storages if s.op == "pad_mm"]
+    assert measured == [x, weights, BLAS, plain, buffer, plain, padded, product, buffer, padded, product]
+    assert {s.bytes for s in run.trace.storages if s.op == "mm"} == {plain}
+
+
 def test_a_script_may_run_out_of_memory_while_padding_is_measured(tmp_path: Path) -> None:
     """The weights have 7.6 of a T4's 14.6 GiB, and so would random ones."""
-    (tmp_path / "script.py").write_text(f"import torch\nfrom torch import nn\n{PADDED.format(columns=1_000_001)}")
+    (tmp_path / "script.py").write_text(f"import torch\nfrom torch import nn\n{PADDED.format(rows=1024, columns=1_000_001)}")
     run = memsize.run(tmp_path / "script.py", gpu="t4")
     assert isinstance(run, memsize.ProgramRun)
     assert run.ran_out and "pad_mm needs 7.63 GiB" in str(run)

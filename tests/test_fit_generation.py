@@ -39,9 +39,9 @@ def fit(target: str, **options: Any) -> Fit:
     return memsize.fit(target, max_new_tokens=NEW, budget=BUDGET, scenarios="as-given", **options)
 
 
-def fits(target: str, row: FitRow, generation: Generation, batch: int) -> bool:
+def fits(target: str, row: FitRow, generation: Generation, batch: int, scenario: str = "as-given") -> bool:
     """Whether a generation fits the budget of `row`, by a run of which every step was traced."""
-    trace = generated(target, generation, batch, every=True).trace
+    trace = generated(target, generation, batch, every=True, scenario=scenario).trace
     return Footprint(batch, trace, AllocatorConfig()).fits(row.budget)
 
 
@@ -63,6 +63,18 @@ def test_the_largest_batch_fits_and_the_next_does_not(target: str) -> None:
     assert row.status == "found" and row.size and row.next_size == row.size + 1
     assert fits(target, row, Generation(prompt=300, max_new_tokens=NEW), row.size)
     assert not fits(target, row, Generation(prompt=300, max_new_tokens=NEW), row.next_size)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_compiled_generation_has_a_largest_batch_of_its_own(target: str) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 4, "budget": BUDGET, "scenarios": "as-given", "compile": True}
+    eager, compiled = memsize.fit(target, prompt=300, **options).fit_rows
+    assert (eager.scenario, compiled.scenario) == ("as-given", "as-given+compile")
+    generation = Generation(prompt=300, max_new_tokens=4)
+    assert compiled.size and eager.size and compiled.size > eager.size
+    assert fits(target, compiled, generation, compiled.size, "as-given+compile")
+    assert not fits(target, compiled, generation, compiled.size + 1, "as-given+compile")
 
 
 def test_a_context_ends_with_the_positions_of_the_model(tmp_path: Path) -> None:

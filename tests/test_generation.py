@@ -71,17 +71,21 @@ def config(tmp_path: Path) -> Callable[..., str]:
 
 
 @contextmanager
-def generator_of(target: Any, *edits: Any, **kwargs: torch.Tensor) -> Iterator[Generator]:
+def generator_of(
+    target: Any, *edits: Any, scenario: str = "as-given", **kwargs: torch.Tensor
+) -> Iterator[Generator]:
     subject = ModelRequest.of(target, kwargs=kwargs or None, mode="eval")
     with model_of(subject) as loaded:
         prompts = prompts_of(subject, loaded)
         runner = Runner(loaded.name, loaded.model, prompts(8), False, gpu=card("a100"))
-        yield Generator(runner, prompts, scenario_named("as-given"), edits=edits)
+        yield Generator(runner, prompts, scenario_named(scenario), edits=edits)
 
 
-def generated(target: str, generation: Generation, batch: int, every: bool = False) -> Generated:
+def generated(
+    target: str, generation: Generation, batch: int, every: bool = False, scenario: str = "as-given"
+) -> Generated:
     """The run of a generation; with `every`, with each of its steps traced."""
-    with generator_of(target) as generator:
+    with generator_of(target, scenario=scenario) as generator:
         return traced_whole(generator, generation, batch) if every else generator.run(generation, batch)
 
 

@@ -682,6 +682,20 @@ _NEWER: Final = (
         "01_opt_single_gpu.py and 02_opt_multi_gpu_ddp.py",
     ),
     Source(
+        "compiled-book/generation",
+        "compiled code",
+        "the book's compiled Llama 3.2 1B and Qwen3 0.6B, with and without a cache",
+        f"{_BOOK.partition('/tree')[0]}, ch05/07_gpt_to_llama and 11_qwen3",
+        "A100 40GB",
+        "torch=2.6,cuda=12.4",
+        "allocated",
+        GIB,
+        "low",
+        "the release of PyTorch and the size of the A100; which products earlier runs had measured, in two rows",
+        "book-218221ab",
+        "README.md of the folders and pkg/llms_from_scratch",
+    ),
+    Source(
         "compiled-torchao/vit-huge",
         "compiled code",
         "torchao's training of a ViT-H/14 with its optimizers, bfloat16 autocast",
@@ -929,7 +943,8 @@ NOT_COUNTED: Final = (
         "came before the end",
     ),
     (
-        "torch.compile in Liger-Kernel's tables and in the book's generations, and torchao's FP8 optimizer with it",
+        "torch.compile in Liger-Kernel's tables and in the book's Gemma 3 and Qwen3 with a batched cache, and torchao's "
+        "FP8 optimizer with it",
         f"{_LIGER}; {_BOOK.partition('/tree')[0]}; {_TORCHAO}, torchao/optim/README.md",
         "Liger-Kernel's processes hold more, see above; the others were not predicted yet",
     ),

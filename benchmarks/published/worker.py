@@ -22,6 +22,7 @@ RECIPES = {
     "torchao": "torchao",
     "parameter-golf": "parameter_golf",
     "compiled-book": "compiled_scripts",
+    "compiled-book/generation": "book_generation",
     "compiled-torchao": "compiled_scripts",
     "torchtune": "compiled_scripts",
     "video": "video_checkpoints",

@@ -14,7 +14,7 @@ from memsize.errors import InputError
 from memsize.spec import requests
 from memsize.spec.generation import GENERATED, searched_generation
 from memsize.spec.parallel import on_each, spread_of
-from memsize.spec.scenario import refuse_compiled, selected
+from memsize.spec.scenario import selected
 from memsize.spec.vary import parse_vary
 
 if TYPE_CHECKING:
@@ -79,8 +79,6 @@ def _search_of(request: requests.FitRequest, vary: Vary) -> FitRequest:
     """The search that answers a request. Raises `InputError` for what cannot be asked."""
     generation = searched_generation(vary, request.generation, request.prompt)
     scenarios = selected(request.scenarios, request.compile, GENERATED if generation else None)
-    if generation:
-        refuse_compiled(scenarios, "generations")
     _check_question(request, vary, generation is not None)
     training, gpu, stack = request.training, request.gpu, request.gpu.releases
     allocator = AllocatorConfig.of(gpu.allocator, stack.release)

@@ -215,6 +215,7 @@ def _allocate_trial(trial: PaddingTrial, ledger: Ledger) -> None:
         return tensors
 
     operands = allocated(*trial.operands)
+    ledger.open_blas_handle("pad_mm")
     for results in trial.results:
         allocated(*results)
         buffer = allocated(trial.buffer)

@@ -307,14 +307,23 @@ class PaddingTrial(NamedTuple):
 def padding(properties: GpuProperties, measured: Callable[[PaddingTrial], None]) -> Iterator[Patch]:
     """The patches by which products are padded as on a GPU of these properties, also in graphs traced on the CPU.
 
-    Inductor pads a product whose sizes are no multiple of 8, such as 50,257 words, and that keeps the GPU busy, rather
-    than its memory, if that turns out faster on the GPU. Here it always does: kernels without padding cannot load
-    whole vectors. `measured` is called with what finding out takes.
+    Inductor measures whether padding a product pays whose sizes are no multiple of 8, such as 50,257 words or a prompt
+    of 11 tokens. It means to do so for those that keep the GPU busy, rather than its memory, but takes a GPU for a
+    thousand times slower than it is: it multiplies MHz where Triton expects kHz. (Names in PyTorch's own table since
+    2.9 are exact, and of the GPUs' only the L4 is among them.) Here the products that it means are padded: kernels
+    without padding cannot load whole vectors. `measured` is called with what finding out takes.
     """
+    is_busy: list[bool] = []
+
+    def is_measured(original: Callable[..., bool], *args: Any) -> bool:
+        is_busy[:] = [original(*args)]
+        return True
+
     yield pad_mm, "check_device", lambda *_: True
     yield pad_mm, "has_triton", lambda: True
+    yield wrapping(pad_mm, "is_mm_compute_bound", is_measured)
     yield wrapping(pad_mm, "should_pad_bench_key", _measuring, measured, flushed(properties))
-    yield pad_mm, "get_cached_should_pad", lambda key: True
+    yield pad_mm, "get_cached_should_pad", lambda key: is_busy[0]
     yield utils, "get_gpu_dram_gbps", lambda: properties.memory
     yield (
         utils,

@@ -85,8 +85,8 @@ class Ledger(StorageRecorder):
         kwargs, op = kwargs or {}, self.op_facts[func]
         self.clock.tick()
         self.last_op = op.name
-        if op.is_cublas and self.workspaces.blas and takes_cublas(args):
-            self._keep_workspace(self._handles, self.workspaces.blas, op.name)
+        if op.is_cublas and takes_cublas(args):
+            self.open_blas_handle(op.name)
         self._mark_read(args)
         replaced = () if op.sparse_rule is None else parts_of(args)  # alive until the new ones are there
         result = self._result(func, args, kwargs, op)
@@ -154,6 +154,11 @@ class Ledger(StorageRecorder):
         elif size := lt or blas:
             self._keep_workspace(self._lt_handles if lt else self._handles, size, op)
 
+    def open_blas_handle(self, op: str) -> None:
+        """Record the workspace of the thread's cuBLAS handle, if `op` is the first to need one."""
+        if self.workspaces.blas:
+            self._keep_workspace(self._handles, self.workspaces.blas, op)
+
     def _keep_workspace(self, threads: Handles, size: int, op: str) -> None:
         """A thread's first matrix product creates a handle, whose workspace is kept from then on."""
         if self.clock.backward not in threads:
@@ -209,8 +214,8 @@ class Ledger(StorageRecorder):
         first, *rest = result if isinstance(result, tuple) else (result,)
         self._note(first, op)
         opened = self._open_temporaries([columns] if columns.bytes else (), op)
-        if opened and self.workspaces.blas:
-            self._keep_workspace(self._handles, self.workspaces.blas, _OWN_CONVOLUTION)
+        if opened:
+            self.open_blas_handle(_OWN_CONVOLUTION)
         self._note(rest[::-1], op)
         self._end_all(opened, op)
 
@@ -258,6 +263,6 @@ class Ledger(StorageRecorder):
         op = self.op_facts[func]
         self.clock.tick()
         self.last_op = op.name
-        if op.is_cublas and self.workspaces.blas and takes_cublas(args):
-            self._keep_workspace(self._handles, self.workspaces.blas, op.name)
+        if op.is_cublas and takes_cublas(args):
+            self.open_blas_handle(op.name)
         self._note_kernel(op, args, kwargs, None)
