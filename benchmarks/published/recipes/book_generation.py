@@ -46,8 +46,7 @@ def predict(row: Row) -> int:
         generate = generation(folder, values)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        with torch._dynamo.config.patch(recompile_limit=2):
-            generate()
+        generate()
         return torch.cuda.max_memory_allocated()
 
 
@@ -62,16 +61,15 @@ def _packaged(folder: Path, values: Mapping[str, str]) -> Callable[[], object]:
     caching = "kv_cache." if values["cache"] == "yes" else ""
     module = _module(folder / "pkg", f"llms_from_scratch.{caching}{family}")
     config = module.QWEN_CONFIG_06_B if family == "qwen3" else module.LLAMA32_CONFIG_1B
-    is_compiled, is_measured = (values.get(name) == "yes" for name in ("compiled", "measured"))
-    makes_all = is_compiled != bool(caching) or is_measured
-    made = NEW_TOKENS if makes_all else LAST
+    is_compiled = values.get("compiled") == "yes"
+    made = NEW_TOKENS if is_compiled != bool(caching) else LAST
     with torch.device("cuda"):
         model = getattr(module, values["class"])(config)
         prompt = PROMPTS[family] + (0 if is_compiled else NEW_TOKENS - made)
         tokens = torch.zeros(batch, prompt, dtype=torch.int64)
     context: dict[str, Any] = {"max_new_tokens": made, "context_size": config["context_length"]}
     if is_compiled:
-        model = torch.compile(model, options={"shape_padding": not is_measured})
+        model = torch.compile(model)
     if caching or batch > 1:
         loop = _module(folder / "pkg", f"llms_from_scratch.{caching}generate" if caching else "llms_from_scratch.ch04")
         return lambda: loop.generate_text_simple(model=model, idx=tokens, **context)
