@@ -561,7 +561,7 @@ def test_a_long_generation_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> 
     ("options", "message"),
     [
         ({"execute": True}, "compiled code is not predicted for runs on the CPU"),
-        ({"parallel": "dp=2"}, "compiled code is not predicted under dp=2, .*: ddp=2 is compiled"),
+        ({"parallel": "dp=2"}, "compiled code is not predicted under dp=2, .*: use ddp=2"),
     ],
 )
 def test_what_is_not_predicted_is_refused(options: dict[str, Any], message: str) -> None:

@@ -354,7 +354,8 @@ def test_a_product_that_reads_more_than_it_computes_is_measured_and_not_padded(t
 
 def test_a_script_may_run_out_of_memory_while_padding_is_measured(tmp_path: Path) -> None:
     """The weights have 7.6 of a T4's 14.6 GiB, and so would random ones."""
-    (tmp_path / "script.py").write_text(f"import torch\nfrom torch import nn\n{PADDED.format(rows=1024, columns=1_000_001)}")
+    script = PADDED.format(rows=1024, columns=1_000_001)
+    (tmp_path / "script.py").write_text(f"import torch\nfrom torch import nn\n{script}")
     run = memsize.run(tmp_path / "script.py", gpu="t4")
     assert isinstance(run, memsize.ProgramRun)
     assert run.ran_out and "pad_mm needs 7.63 GiB" in str(run)

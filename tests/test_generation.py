@@ -71,9 +71,7 @@ def config(tmp_path: Path) -> Callable[..., str]:
 
 
 @contextmanager
-def generator_of(
-    target: Any, *edits: Any, scenario: str = "as-given", **kwargs: torch.Tensor
-) -> Iterator[Generator]:
+def generator_of(target: Any, *edits: Any, scenario: str = "as-given", **kwargs: torch.Tensor) -> Iterator[Generator]:
     subject = ModelRequest.of(target, kwargs=kwargs or None, mode="eval")
     with model_of(subject) as loaded:
         prompts = prompts_of(subject, loaded)

@@ -124,8 +124,7 @@ class Parallel:
     def refuses(self, scenario: Scenario) -> str | None:
         """Why `scenario` cannot be trained so; None where it can."""
         if scenario.compile and self.kind == "dp":
-            ddp = f"ddp={self.size}"
-            return f"compiled code is not predicted under {self}, where torch.compile breaks the graph: {ddp} is compiled"
+            return f"compiled code is not predicted under {self}, which breaks the graph: use ddp={self.size}"
         if scenario.recipe == "apex":
             return f"apex's own wrappers are older than PyTorch's {self.kind}: amp-fp16 and amp-bf16 take their place"
         if scenario.recipe == "quantized":
