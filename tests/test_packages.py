@@ -628,10 +628,12 @@ def test_norms_of_flash_attn_keep_the_sum(figures: Figures, norm: str, bias: str
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_cross_entropy_of_flash_attn(figures: Figures, inplace: bool) -> None:
-    """Logits of 2,048 × 32,768, 128 MiB: their gradient is new, or takes their place."""
+    """Logits of 2,048 × 32,768, 128 MiB, of a head: their gradient is new, or takes their place. A leaf that is its own
+    gradient would be copied (accumulate_grad.h).
+    """
     head = FLASH_LAYERS + "target = torch.zeros(2048, dtype=torch.int64, device='cuda')\n"
     loss = f"CrossEntropyLoss(reduction='none', inplace_backward={inplace})"
-    (forward, most, after), _ = figures(head, f"measured(lambda x: {loss}(x, target), made(2048, 32768))")
+    (forward, most, after), _ = figures(head, f"measured(lambda x: {loss}(x.view_as(x), target), made(2048, 32768))")
     row, logits = 4 * 2048, 2 * 2048 * 32768
     assert forward == 2 * row  # the losses, and a sum of each row
     assert most == 4 * row + (0 if inplace else logits)  # their gradient, and zeros for that of the second result

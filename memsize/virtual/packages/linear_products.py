@@ -25,12 +25,10 @@ def multiply(rows: int, columns: int, like: Tensor, numerics: Numerics, streams:
     """An empty product, after Transformer Engine's own workspaces for cuBLAS, which stay: one, or one of each stream
     that grouped products use.
     """
-    package: Any = sys.modules["transformer_engine"]
-    name = "grouped_workspaces" if streams else "workspace"
-    if not hasattr(package, name):
+    package, name = vars(sys.modules["transformer_engine"]), "grouped_workspaces" if streams else "workspace"
+    if name not in package:
         size = _WORKSPACE[torch.cuda.get_device_capability() >= (9, 0)]
-        workspaces = [torch.empty(size, dtype=torch.uint8, device=like.device) for _ in range(streams or 1)]
-        setattr(package, name, workspaces)
+        package[name] = [torch.empty(size, dtype=torch.uint8, device=like.device) for _ in range(streams or 1)]
     return like.new_empty((rows, columns), dtype=numerics.dtype)
 
 
