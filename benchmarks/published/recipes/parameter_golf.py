@@ -30,9 +30,9 @@ _SETTINGS: Final = {"WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0", "DATA_PATH": "."
 
 
 def predict(row: Row) -> int:
-    """The highest `allocated` of two steps, in bytes."""
+    """The most that two steps allocate or reserve, in bytes."""
     assert row.source.environment is not None
-    values: dict[str, Any] = dict(row.values)
+    values: dict[str, Any] = {name: value for name, value in row.values.items() if name != "figure"}
     folder, record, gpus = ready(ENVIRONMENTS[row.source.environment]), values.pop("record"), int(values.pop("gpus"))
     settings = {**_SETTINGS, "RUN_ID": "run", **{name.upper(): value for name, value in values.items()}}
     steps = STEPS if gpus > 1 else 1  # of eight batches each
@@ -51,7 +51,7 @@ def predict(row: Row) -> int:
             script, gpu=row.source.gpu, stack=row.source.stack, steps=steps, training_only=True, **on_several
         )
     assert isinstance(run, memsize.ProgramRun)
-    return int(run.peak.allocated)
+    return int(run.peak.reserved if row.figure == "reserved" else run.peak.allocated)
 
 
 def _write(path: Path, tokens: int) -> None:
