@@ -100,7 +100,7 @@ def asked(
     plans = Asked(gpu, [])
     module = module.to("meta", dtype)
     x = torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
-    with Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces.on(plans))):  # type: ignore[arg-type]
+    with Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces(plans))):  # type: ignore[arg-type]
         if last:
             module, x = module.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
         y: Tensor = module(x)
@@ -122,7 +122,7 @@ def test_a_frozen_weight_or_input_asks_for_less() -> None:
     layer = nn.Conv2d(8, 8, 3).to("meta")
     layer.weight.requires_grad_(False)
     x = torch.empty(2, 8, 9, 9, device="meta", requires_grad=True)
-    with Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces.on(plans))):  # type: ignore[arg-type]
+    with Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces(plans))):  # type: ignore[arg-type]
         layer(x).sum().backward()
     assert [each.operation for each in plans.convolutions] == ["forward", "data"]
 
@@ -154,7 +154,7 @@ def test_what_cudnn_does_not_take_is_unfolded(
     """
     module = layer().to("meta", torch.bfloat16)
     x = torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    ledger = Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces.on(Asked((7, 5), []))))  # type: ignore[arg-type]
+    ledger = Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces(Asked((7, 5), []))))  # type: ignore[arg-type]
     with ledger:
         y: Tensor = module(x)
         y.backward(torch.empty_like(y))
@@ -183,7 +183,7 @@ def test_volumes_in_half_precision_are_kept_from_cudnn_that_computes_them_wrongl
 ) -> None:
     """PyTorch 2.9 with cuDNN 9.8 to 9.14 (pytorch/pytorch#163539, #166643)."""
     found: list[Convolution] = []
-    convolutions = ConvolutionWorkspaces.on(Asked(A100, found, wanted=cudnn), release=release)  # type: ignore[arg-type]
+    convolutions = ConvolutionWorkspaces(Asked(A100, found, wanted=cudnn), pytorch=release)  # type: ignore[arg-type]
     layer, x = nn.Conv3d(4, 8, kernel).to("meta", dtype), torch.empty(2, 4, 9, 9, 9, device="meta", dtype=dtype)
     if last:
         x = x.to(memory_format=torch.channels_last_3d)
@@ -191,6 +191,17 @@ def test_volumes_in_half_precision_are_kept_from_cudnn_that_computes_them_wrongl
         layer(x)
     assert bool(found) is is_cudnn
     assert any("channels_last_3d" in note for note in convolutions.distrusted) is not is_cudnn
+
+
+def test_depthwise_volumes_are_not_unfolded() -> None:
+    """They have a kernel of their own with any cuDNN (`use_cudnn_depthwise`), of which no note is to be made."""
+    convolutions = ConvolutionWorkspaces(Asked(A100, [], wanted="9.10.2"), pytorch=(2, 9))  # type: ignore[arg-type]
+    layer, x = nn.Conv3d(4, 4, 3, groups=4).to("meta").half(), torch.empty(2, 4, 9, 9, 9, device="meta").half()
+    ledger = Ledger(workspaces=Workspaces(convolutions=convolutions))
+    with ledger, torch.no_grad():
+        layer(x)
+    assert not convolutions.distrusted and not convolutions.met
+    ledger.close()
 
 
 @pytest.mark.parametrize(("cudnn", "is_cudnn"), [("8.9.2", False), ("9.1.0", False), ("9.5.1", True), (None, True)])
@@ -210,7 +221,7 @@ def test_samples_that_need_64_bit_indices_are_kept_from_old_cudnn(
 ) -> None:
     channels, outputs, padding, dtype = layer
     found: list[Convolution] = []
-    convolutions = ConvolutionWorkspaces.on(Asked(A100, found, wanted=cudnn))  # type: ignore[arg-type]
+    convolutions = ConvolutionWorkspaces(Asked(A100, found, wanted=cudnn))  # type: ignore[arg-type]
     module = nn.Conv3d(channels, outputs, 3, padding=padding).to("meta", dtype)
     ledger = Ledger(workspaces=Workspaces(convolutions=convolutions))
     with ledger, torch.no_grad():
@@ -219,7 +230,7 @@ def test_samples_that_need_64_bit_indices_are_kept_from_old_cudnn(
     ledger.close()
     assert bool(found) is is_cudnn
     assert taken.count(patches) == (not is_cudnn)
-    assert any("samples of more than" in note for note in convolutions.distrusted) is not is_cudnn
+    assert any("2³¹" in note for note in convolutions.distrusted) is not is_cudnn
 
 
 def test_the_patches_of_a_backward_stay_until_the_weights_gradient_is_there() -> None:
@@ -319,7 +330,7 @@ def test_a_program_changes_settings_when_it_wants() -> None:
     plans = Asked(A100, [])
     layer = nn.Conv2d(8, 8, 3).to("meta")
     x = torch.empty(2, 8, 9, 9, device="meta")
-    with Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces.on(plans))):  # type: ignore[arg-type]
+    with Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces(plans))):  # type: ignore[arg-type]
         layer(x)
         with torch.backends.cudnn.flags(enabled=False):
             layer(x)
@@ -349,7 +360,7 @@ def test_the_precision_of_convolutions_is_read_apart_from_that_of_recurrent_laye
 
 def events_of(module: nn.Module, x: Tensor, plans: Any) -> list[tuple[str, int]]:
     """Role and bytes of each event of a forward and backward of `module`."""
-    ledger = Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces.on(plans)))
+    ledger = Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces(plans)))
     with ledger:
         y = module(x)
         gradient = torch.empty_like(y)

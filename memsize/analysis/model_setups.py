@@ -30,7 +30,7 @@ from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.trace import Trace
 from memsize.spec.model_request import Call
 from memsize.spec.scenario import CompileMode, Scenario
-from memsize.spec.stack import INSTALLED, Stack, release
+from memsize.spec.stack import INSTALLED, NEWEST, Stack, release
 from memsize.torch_internals.isolation import undisturbed
 from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
@@ -209,7 +209,7 @@ def workspaces_of(
     return Workspaces(
         cublas_workspace(gpu.capability, config=cublas_config, torch_version=torch_version),
         lt=cublaslt_workspace(torch_version),
-        convolutions=ConvolutionWorkspaces.on(plans, benchmark, release(torch_version)) if plans else None,
+        convolutions=ConvolutionWorkspaces(plans, benchmark, release(torch_version) or NEWEST) if plans else None,
         keeps_lt=keeps_cublaslt_workspace(torch_version),
         multiprocessors=multiprocessors(gpu),
     )

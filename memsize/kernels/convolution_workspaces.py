@@ -31,10 +31,13 @@ _OTHER = (
 )
 _ESTIMATED = "convolution workspaces are estimates: install nvidia-cudnn-cu13 to ask cuDNN itself"
 _WRONG = (
-    "PyTorch {}.{} does not give cuDNN {} volumes in half precision, some of which that computes wrongly, and unfolds "
-    "each sample: channels_last_3d or cuDNN 9.15 avoids it"
+    "PyTorch {}.{} runs volumes in half precision itself, since cuDNN {} computes some of them wrongly: it unfolds "
+    "each sample, which takes more memory. channels_last_3d or cuDNN 9.15 avoids it"
 )
-_LARGE = "PyTorch does not give cuDNN {} samples of more than 2³¹ numbers, and unfolds each: cuDNN 9.3 avoids it"
+_LARGE = (
+    "PyTorch runs convolutions of more than 2³¹ numbers in a sample itself, since cuDNN {} cannot index them: it "
+    "unfolds each sample, which takes more memory. cuDNN 9.3 avoids it"
+)
 
 
 class Workspace(NamedTuple):
@@ -79,11 +82,6 @@ class ConvolutionWorkspaces:
     """The convolutions whose plans the benchmark has tried."""
     distrusted: set[str] = field(default_factory=set)
     """Notes on the convolutions that PyTorch keeps from its cuDNN."""
-
-    @classmethod
-    def on(cls, plans: Plans, benchmark: bool | None = None, release: Release | None = None) -> ConvolutionWorkspaces:
-        """The convolutions on the GPU of `plans`, under the rules of PyTorch's `release`."""
-        return cls(plans, benchmark, release or NEWEST)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -162,9 +160,9 @@ class ConvolutionWorkspaces:
         last = suggests_last(x, w)
         if _is_deterministic() and max(call.dilation) > 1 and not last:
             return False
-        if self._distrusts(call, last):
+        if _is_depthwise(call) and not last and not _suits_cudnn(call):
             return False
-        return not _is_depthwise(call) or last or _suits_cudnn(call)
+        return not self._distrusts(call, last)
 
     def _distrusts(self, call: Operands, last: bool) -> bool:
         """Whether PyTorch keeps from its cuDNN what that computes wrongly: volumes in half precision (`use_cudnn`

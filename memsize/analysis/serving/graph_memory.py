@@ -23,7 +23,7 @@ from memsize.units import KiB, MiB
 
 _HOPPER: Final = 9
 _DATACENTER: Final = (_HOPPER, 10)
-"""Generations of which logs show other sizes than of other cards: Hopper, and Blackwell with HBM."""
+"""Hopper, and Blackwell with HBM, whose sizes differ in the logs from those of other cards."""
 _STEP: Final = 2 * MiB
 """Pages of the driver, in which it takes memory."""
 _SEGMENT: Final = 20 * MiB
