@@ -286,9 +286,44 @@ def test_kinds_of_layers(kind: str, config: Callable[..., str]) -> None:
     assert paged is not None
     assert [group[:2] for group in report.groups] == groups
     assert (paged.block_bytes, paged.request_blocks) == (size, request)
-    if any(name == "state" for name, _ in groups):
-        with pytest.raises(InputError, match=r"keeps states as in Mamba|has no num_|has no head_dim"):
-            memsize.serve(config(**SMALL | entries), tensor_parallel_size=2, **options)
+
+
+SHARED_STATES = {
+    # the numbers of a state on one of two GPUs: a convolution's, and those of the heads
+    "Qwen3-Next": 3 * (2 * 16 + 2 * 16) + 2 * 16 * 16,
+    "Granite": 3 * (64 + 2 * 16) + 4 * 16 * 16,  # there each has the group
+    "Falcon-H1": 3 * (32 + 2 * 16) + 2 * 16 * 16,
+    "Jamba": 3 * 64 + 64 * 16,
+}
+
+
+@pytest.mark.parametrize("kind", SHARED_STATES)
+def test_gpus_share_states(kind: str, config: Callable[..., str]) -> None:
+    """vLLM's `MambaStateShapeCalculator` divides heads and widths by the number of GPUs, and groups as far as there are
+    any; a block has the tokens of 64 bytes that a state takes the room of.
+    """
+    entries, _, _, _ = KINDS[kind]
+    options: dict[str, Any] = {"max_model_len": 500, "max_num_batched_tokens": 64, "max_num_seqs": 4, **PLAIN}
+    entries = SMALL | {"vocab_size": 128} | entries
+    one, half = (memsize.serve(config(**entries), tensor_parallel_size=tp, **options).ran[0] for tp in (1, 2))
+    assert half.paged is not None
+    tokens = 16 * -(-2 * SHARED_STATES[kind] // (16 * TOKEN // 2))
+    layers = 2 if kind == "Falcon-H1" else 1
+    assert half.paged.block_bytes == layers * tokens * TOKEN // 2
+    assert 0.45 * one.weights < half.weights < 0.65 * one.weights
+
+
+def test_states_that_gpus_do_not_share(config: Callable[..., str]) -> None:
+    entries = SMALL | KINDS["Qwen3-Next"][0]
+    with pytest.raises(InputError, match="has 2 as its linear_num_key_heads: tp 4 does not divide them"):
+        memsize.serve(config(**entries), tensor_parallel_size=4, **PLAIN)
+    convolutions = {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"],
+    }
+    with pytest.raises(InputError, match="keeps states as in Mamba"):
+        memsize.serve(config(**SMALL | convolutions), tensor_parallel_size=2, **PLAIN)
 
 
 @pytest.mark.parametrize(

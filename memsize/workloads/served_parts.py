@@ -18,10 +18,18 @@ from memsize.spec.generation import ServerArguments
 from memsize.spec.server_rules import Rules, ServedKind
 from memsize.workloads.serving import text_config
 
-_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_WIDTHS = (
+    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size", "shared_intermediate_size",
+)  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _STATEFUL = ("linear", "mamba", "recurrent", "conv")
 """Words in the names of layers that keep a state."""
+_OF_STATES = (
+    "linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "mamba_d_ssm", "mamba_expand",
+)  # fmt: skip
+"""Heads and widths of states: of gated delta nets, of Nemotron-H, and as Bamba, Falcon-H1 and Jamba name them."""
+_GROUPS = ("n_groups", "mamba_n_groups")
 _PADDED = 64
 _ENCODER = re.compile("vision|visual")
 
@@ -38,6 +46,11 @@ def has_states(config: Any) -> bool:
     """Whether some layers keep a state, by their names in the config."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
     return any(word in str(kind) for kind in kinds for word in _STATEFUL)
+
+
+def shares_states(config: Any) -> bool:
+    """Whether `divided` divides the states of layers: those of gated delta nets and of Mamba's hybrids."""
+    return any(getattr(config, name, None) for name in (*_OF_STATES[:4], "mamba_dt_rank"))
 
 
 # -- what only a server stores -----------------------------------------------------------------------------------------
@@ -192,8 +205,10 @@ def divided(model: Any, tp: int, name: str) -> dict[str, object]:
     """Compute the config entries of one GPU's part of a model of transformers, as vLLM divides it.
 
     Heads, the width between the layers of an MLP and the vocabulary are divided; fewer key-value heads than GPUs are
-    repeated (`vllm/model_executor/models/llama.py`). The vocabulary is first padded to a multiple of 64
-    (`vllm/model_executor/layers/vocab_parallel_embedding.py`). Of a model that reads images this is its language part.
+    repeated (`vllm/model_executor/models/llama.py`). So are the heads of states and, as far as there are enough, their
+    groups (`MambaStateShapeCalculator` in `vllm/model_executor/layers/mamba/mamba_utils.py`). The vocabulary is first
+    padded to a multiple of 64 (`vllm/model_executor/layers/vocab_parallel_embedding.py`). Of a model that reads images
+    this is its language part.
     Raises `InputError` where `tp` GPUs cannot share the model.
     """
     part, text = _divided_text(model, tp, name), text_config(model)
@@ -245,8 +260,10 @@ def _divided_text(model: Any, tp: int, name: str) -> dict[str, object]:
         "vocab_size": _whole(-(-config.vocab_size // _PADDED) * _PADDED, tp, "padded tokens in its vocabulary", name),
         "pad_token_id": None,  # it may be in another card's part
     }
-    widths = {entry: entries[entry] for entry in _WIDTHS if entries.get(entry)}
-    return part | {entry: _whole(width, tp, f"as its {entry}", name) for entry, width in widths.items()}
+    widths = {entry: entries[entry] for entry in (*_WIDTHS, *_OF_STATES) if entries.get(entry)}
+    part |= {entry: _whole(width, tp, f"as its {entry}", name) for entry, width in widths.items()}
+    # Where GPUs have fewer groups than there are GPUs, each has one (`extra_groups_for_head_shards`).
+    return part | {entry: max(entries[entry] // tp, 1) for entry in _GROUPS if entries.get(entry)}
 
 
 def _reads_head_dim(model: Any) -> bool:
