@@ -297,6 +297,24 @@ def test_real_inputs_are_run_in_the_batch_that_they_have() -> None:
     assert [str(tensor.spec) for tensor in found.inputs] == ["float32[4,3,8,8]"]
 
 
+class Conditioned(nn.Module):
+    """An image to which the embeddings of a class and of a step are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.classes, self.steps = nn.Conv2d(3, 8, 3, padding=1), nn.Embedding(10, 8), nn.Embedding(100, 8)
+
+    def forward(self, image: Tensor, label: Tensor, step: Tensor) -> Tensor:
+        return self.conv(image) + (self.classes(label) + self.steps(step)).sum(1)[:, :, None, None]
+
+
+def test_an_embedding_looks_up_integers() -> None:
+    report = layout(Conditioned(), ((3, 16, 16), "label=1", "step=2"), batch_size=2)
+    assert [tensor.spec.dtype for tensor in report.audit.inputs] == ["float32", "int64", "int64"]
+    assert "label, step: int64, as nn.Embedding needs" in report.notes
+    assert report.audit.last.layers[1].outputs == ("channels last",)
+
+
 def test_a_failing_forward_says_where() -> None:
     with pytest.raises(ForwardError, match="tail"):
         audit(Body(lambda x: x[:, :4]))

@@ -581,7 +581,8 @@ def test_what_is_no_config(write: Write, transformers: Any, tmp_path: Path) -> N
     wrong = json.dumps(TINY | {"hidden_size": "wide"})
     assert "is not a LlamaConfig" in refused(f"hf:{write('d.json', wrong)}")
     assert "did you mean" in refused("hf:lama")
-    assert "(--online fetches its config)" in refused("hf:no-such/model")
+    saved = "(--online fetches its config; one that you saved is hf:config.json, or of a pipeline diffusers:FOLDER)"
+    assert saved in refused("hf:no-such/model")
 
 
 # timm and torchvision, by stand-ins and, where they are installed, for real

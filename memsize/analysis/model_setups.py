@@ -111,7 +111,7 @@ class ModelSetups:
         return Setup(
             name=self.name,
             device="cpu" if self.execute else "meta",
-            notes=tuple(self._notes(scenario)),
+            notes=tuple(self.notes(scenario)),
             scenario=scenario.name,
             model=recipe.model,
             call=call,
@@ -128,7 +128,8 @@ class ModelSetups:
         as_chosen = scenario.recipe == "as-given" and not self._inputs_are_cast
         return self.inputs.call(batch_size, floating, typed_too=not as_chosen)
 
-    def _notes(self, scenario: Scenario) -> Iterator[str]:
+    def notes(self, scenario: Scenario) -> Iterator[str]:
+        """Remarks on how the model and its inputs are run under a scenario."""
         is_own = scenario.recipe == "as-given"
         if is_own and self._inputs_are_cast and self._given_floating is not None:
             yield _CAST.format(dtype_name(self._given_floating))

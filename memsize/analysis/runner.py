@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Set
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import TypeVar
 
 from torch import nn
 
@@ -32,6 +33,7 @@ from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup
 from memsize.workloads import Forward, Proof, Workload, kept_for_backward
 
+T = TypeVar("T")
 Edit = Callable[[Setup], Setup] | ModelEdit
 """Changes a meta copy that is ready to run; raises `memsize.analysis.remedies.NotApplicable`."""
 Listener = Callable[[ModuleCallRecorder], None]
@@ -202,6 +204,9 @@ class Runner(ModelSetups):
         return self._short_runners[model]
 
     def _run(self, request: _RunRequest, listener: Listener | None) -> Trace:
+        return self.looking_up(lambda: self._run_once(request, listener))
+
+    def _run_once(self, request: _RunRequest, listener: Listener | None) -> Trace:
         before_scenario = tuple(edit for edit in request.edits if isinstance(edit, ModelEdit))
         setup = self.setup(request.scenario, request.batch_size, before_scenario)
         setup = replace(setup, call=request.resized(setup.call))
@@ -235,21 +240,28 @@ class Runner(ModelSetups):
             self.late = tuple(".".join(filter(None, name)) for name in after if name not in before)
             return self._run(request, listener)
         if failed is not None:
-            return self._run_with_token_ids(request, listener, failed)
+            raise failed
         return trace
 
-    def _run_with_token_ids(self, request: _RunRequest, listener: Listener | None, failed: ForwardError) -> Trace:
-        """Run with integers for the input that an embedding could not look up; raise `failed` if that fails too."""
-        floating, length = self.inputs, looked_up_length(failed)
-        integers = floating.with_token_ids(length) if length else None
-        if integers is None:
-            raise failed
-        self.inputs = integers
+    def looking_up(self, run: Callable[[], T]) -> T:
+        """`run()`, a run of the model, repeated with integers for each input that an embedding could not look up.
+
+        Raises the first `ForwardError` where integers do not help.
+        """
+        floating = self.inputs
         try:
-            return self._run(request, listener)
-        except ForwardError:
-            self.inputs = floating
-            raise failed from None
+            return run()
+        except ForwardError as failed:
+            length = looked_up_length(failed)
+            integers = floating.with_token_ids(length) if length else None
+            if integers is None:
+                raise
+            self.inputs = integers
+            try:
+                return self.looking_up(run)
+            except ForwardError:
+                self.inputs = floating
+                raise failed from None
 
     def _shows_counting(self, request: _RunRequest) -> bool:
         """Whether to look for counters that a run changes: in that of a short model, and the first of each kind."""

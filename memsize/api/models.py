@@ -284,8 +284,8 @@ def layout(request: LayoutRequest, *, progress: Callable[[str], None] | None = N
         from memsize.records.layout import LayoutReport
 
         runner = Runner(*model.run)
-        audited = audit(lambda: runner.setup(scenario))
-        return LayoutReport(audited, model.notes, RULES.findings(audited))
+        audited = runner.looking_up(lambda: audit(lambda: runner.setup(scenario)))
+        return LayoutReport(audited, (*model.notes, *runner.notes(scenario)), RULES.findings(audited))
 
 
 def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

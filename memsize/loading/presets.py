@@ -64,6 +64,10 @@ class Preset:
         return f"{self.id} has {self.parameters} parameters: {sizes}.{tokens}"
 
 
+SAVED_CONFIG: Final = "hf:config.json, or of a pipeline diffusers:FOLDER"
+"""The targets for a config that was saved where there was a network."""
+
+
 @cache
 def presets() -> Mapping[str, Preset]:
     """All presets by their Hub ids, other ids with almost the same config included."""
@@ -88,7 +92,10 @@ def is_hub_id(text: str) -> bool:
 
 def unknown_id(name: str) -> TargetError:
     """Return the error for a Hub id without a config here, with the nearest presets."""
-    problem = f"no folder, file, preset or cached config is called {quoted(name)} (--online fetches its config)"
+    problem = (
+        f"no folder, file, preset or cached config is called {quoted(name)} (--online fetches its config; one that you "
+        f"saved is {SAVED_CONFIG})"
+    )
     if not nearest(name, tuple(presets())):
         return TargetError(problem)
     return UnknownTargetError("preset", name, presets(), problem=problem)

@@ -10,6 +10,7 @@ from typing import Any, Final
 from memsize.errors import TargetError, first_line, quoted
 from memsize.files import parse_json, read
 from memsize.loading.hubs import import_library
+from memsize.loading.presets import SAVED_CONFIG
 
 CONFIG: Final = "config.json"
 """Of a model of transformers, and of a part of a pipeline."""
@@ -67,4 +68,7 @@ def _refused(name: str) -> Iterator[None]:
     except TargetError:
         raise
     except Exception as error:  # its own errors, those of its HTTP client, and OSError
-        raise TargetError(f"cannot get the config of {quoted(name)} from the Hub: {first_line(error)}") from error
+        raise TargetError(
+            f"cannot get the config of {quoted(name)} from the Hub: {first_line(error)}; one that you saved is "
+            f"{SAVED_CONFIG}"
+        ) from error
