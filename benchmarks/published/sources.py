@@ -205,7 +205,7 @@ _ALL: Final = (
                 "transformers",
                 "transformers, whole steps",
                 "medium",
-                "its release of transformers is not stated",
+                "its release of transformers is not stated: 5.5 to 5.23 give the same figures",
             ),
             ("convolutional", "convolutional networks", "high", ""),
         )

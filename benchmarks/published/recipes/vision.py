@@ -1,35 +1,53 @@
 """ViT-L/16 of torchvision, fine-tuned to ten classes: the log of rasbt/pytorch-memory-optim.
 
 Its scripts hold the outputs and the loss of the last batch; Fabric runs the model under autocast, or in bfloat16 with
-outputs in float32. Five updates, since fragments add to the reserved memory of the first ones.
+outputs in float32. All updates of an epoch are played: in bfloat16 with 16 images, `reserved` grows until the 16th.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 import torchvision
 from torch import nn
 
-from benchmarks.published.recipes.run import traced
+import memsize
+from benchmarks.published.recipes.long_training import ORDERS, Addresses, LongTraining
 from benchmarks.published.rows import Row
-from memsize.analysis.step import StepTrace
-from memsize.loading.weightless import Weightless
+
+IMAGES: Final = 45_000
+"""Of CIFAR-10, those that are not kept for validation."""
+RECORDED: Final = (1, 2, 3)
+"""Updates that are run; the last of them stands for those that follow."""
 
 
-def predict(row: Row) -> StepTrace:
-    """Steps of the row's precision, batch, accumulation and optimizer."""
-    with Weightless():
-        model = torchvision.models.vit_l_16(weights=None)
-        model.heads.head = nn.Linear(1024, 10)
-    precision, accumulated = row.values["precision"], int(row.values.get("accumulate", "1"))
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    inputs = {"targets": torch.zeros(int(row.values["batch"]), dtype=torch.int64)}
-    loop = partial(_loop, mixed=precision == "amp-fp16", accumulated=accumulated, sgd="optimizer" in row.values)
-    return traced(row, model.to(dtype), loop, inputs, 5 * accumulated + 1)
+def predict(row: Row) -> tuple[int, int, int]:
+    """What is reserved after an epoch, and the least and the most of it by each of `ORDERS`."""
+    batch, accumulated = int(row.values["batch"]), int(row.values.get("accumulate", "1"))
+    with memsize.virtual_gpu(row.source.gpu, stack=row.source.stack) as region:
+        _record(row.values, batch, accumulated)
+    last = IMAGES // batch // accumulated
+    trainings = (LongTraining(region.trace, len(RECORDED), Addresses(*order)) for order in ORDERS)
+    figures = [training.run(RECORDED, last, last + 1)[-1].reserved for training in trainings]
+    return figures[0], min(figures), max(figures)
+
+
+def _record(values: Mapping[str, str], batch: int, accumulated: int) -> None:
+    """Run the first updates, each of which ends with an empty cache to tell it from the next. The first comes after one
+    batch.
+    """
+    model = torchvision.models.vit_l_16(weights=None)
+    model.heads.head = nn.Linear(1024, 10)
+    model = model.to(torch.bfloat16 if values["precision"] == "bf16" else torch.float32).cuda()
+    body = _loop(model, mixed=values["precision"] == "amp-fp16", accumulated=accumulated, sgd="optimizer" in values)
+    torch.cuda.empty_cache()
+    for done in range((len(RECORDED) - 1) * accumulated + 1):
+        body(batch)
+        if done % accumulated == 0:
+            torch.cuda.empty_cache()
+    torch.empty(1, device="cuda")
 
 
 class EarlierAdam(torch.optim.Optimizer):
@@ -74,7 +92,7 @@ def _update(
     torch._foreach_addcdiv_(list(parameters), first, divisors, -group["lr"])
 
 
-def _loop(model: nn.Module, *, mixed: bool, accumulated: int, sgd: bool) -> Callable[..., None]:
+def _loop(model: nn.Module, *, mixed: bool, accumulated: int, sgd: bool) -> Callable[[int], None]:
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=5e-5) if sgd else EarlierAdam(model.parameters())
     scaler = torch.amp.GradScaler("cuda") if mixed else None
@@ -83,15 +101,16 @@ def _loop(model: nn.Module, *, mixed: bool, accumulated: int, sgd: bool) -> Call
 
     dtype = next(model.parameters()).dtype
 
-    def body(targets: torch.Tensor) -> None:
+    def body(batch: int) -> None:
         nonlocal done
         # The loader's loop holds a batch until the next one is there.
-        tensors["features"] = torch.empty(len(targets), 3, 224, 224, device="meta")
+        tensors["features"] = torch.empty(batch, 3, 224, 224, device="cuda")
+        tensors["targets"] = torch.zeros(batch, dtype=torch.int64, device="cuda")
         with torch.autocast("cuda", torch.float16, enabled=mixed):
             output = model(tensors["features"].to(dtype))
         tensors["logits"] = output.float()
         del output
-        tensors["loss"] = nn.functional.cross_entropy(tensors["logits"], targets) / accumulated
+        tensors["loss"] = nn.functional.cross_entropy(tensors["logits"], tensors["targets"]) / accumulated
         if accumulated == 1:
             optimizer.zero_grad()
         (tensors["loss"] if scaler is None else scaler.scale(tensors["loss"])).backward()
