@@ -141,13 +141,17 @@ def shown(lines: Lines) -> str:
     return " > ".join(line_of(*line) for line in lines)
 
 
-@cache
 def parsed(file: str) -> ast.Module | None:
-    """The source `file` as a syntax tree; None where it cannot be read."""
+    """The source `file`, as it is now, as a syntax tree; None where it cannot be read."""
     try:
-        return ast.parse(Path(file).read_bytes())
+        return _parsed(file, os.stat(file).st_mtime_ns)
     except (OSError, SyntaxError, ValueError):
         return None
+
+
+@cache
+def _parsed(file: str, written: int) -> ast.Module:
+    return ast.parse(Path(file).read_bytes())
 
 
 def shown_as_python_would(error: BaseException) -> None:

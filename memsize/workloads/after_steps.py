@@ -5,8 +5,10 @@ more batches, and the `Trainer` of transformers, which counts steps, evaluates, 
 forward of training stops the program. A loader of an evaluation ends after `BATCHES`; what each of them leaves behind
 shows what all would.
 
-Known limits: a loop that counts its steps itself, or has no `torch.utils.data.DataLoader`, evaluates only where it
-would anyway, with all of its batches. Lightning validates at the end of a whole epoch, and before the first step.
+Code of the script that waits for a later step runs at once too (`WaitingBlocks`).
+
+Known limits: an evaluation without a `torch.utils.data.DataLoader` sees all of its batches. Lightning validates at the
+end of a whole epoch, and before the first step.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple
+from types import CodeType
+from typing import Any, Final
 
 import torch
 import torch.utils.data
@@ -39,6 +43,7 @@ from memsize.virtual.guards.file_guard import NetworkGuard
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.saved_weights import Files
 from memsize.workloads.program_steps import ProgramSteps
+from memsize.workloads.waiting_blocks import WaitingBlocks, batches_to_break
 
 BATCHES: Final = 8
 """How many batches an evaluation sees."""
@@ -48,7 +53,8 @@ _PREFETCHING: Final = "accelerate"
 """The package whose loader holds a batch back: one more step follows the end of an epoch (`DataLoaderShard`)."""
 
 
-class Evaluated(NamedTuple):
+@dataclass
+class Evaluated:
     """The events before each batch of an evaluation, and how many batches there would be (None: nobody knows)."""
 
     marks: list[int]
@@ -62,7 +68,7 @@ class EpochOver(StopIteration):
 class AfterSteps:
     """The rest of a program once its `steps` are made; `begun` is called when it begins, and `stop` ends the program.
 
-    With `goes_on` false the program stops there.
+    With `goes_on` false the program stops there. Its own calls are those that a call of `until` made.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class AfterSteps:
         goes_on: bool,
         begun: Callable[[], None],
         stop: Callable[[], None],
+        until: CodeType,
     ) -> None:
         self.failure: Exception | None = None
         """The error that ended what follows the steps."""
@@ -95,6 +102,9 @@ class AfterSteps:
         self._forwards: list[int] = []
         """The events before each forward without gradients that followed the steps."""
         self._steps_to_come = 0
+        self._waiting = WaitingBlocks(self._arrived, ledger.evaluator.notes.setdefault, lambda: steps.done)
+        if goes_on:
+            steps.completed = lambda: self._waiting.watch(until)
 
     # -- when to stop -------------------------------------------------------------------------------------------------
 
@@ -127,6 +137,10 @@ class AfterSteps:
                 self._patches.enter_context(simulation.patches.applied(self._gathering()))
             self._begun()
 
+    def _arrived(self) -> None:
+        self._begin()
+        self._steps.progress("every step is made, running what waits for a later one")
+
     def _disconnect(self, simulation: Simulation) -> None:
         """Refuse connections to other machines: what a program uploads at its end are stand-ins here."""
         install_guard(NetworkGuard)
@@ -151,6 +165,7 @@ class AfterSteps:
 
         Hidden folders hold caches, which are left alone.
         """
+        self._waiting.close()
         self._patches.close()
         if self._files.allowed or not self._has_begun:
             return
@@ -210,6 +225,8 @@ class AfterSteps:
         if not self._steps.over:
             self._training.add(iterator)
             self._follow_trainer()
+        elif iterator in self._training and self._waiting.needs_batch():
+            return original(iterator)
         elif iterator in self._training:
             self._begin()
             self._training.discard(iterator)
@@ -224,6 +241,10 @@ class AfterSteps:
             evaluated = self._evaluating[iterator]
             evaluated.marks.append(len(self._ledger.events))
             if len(evaluated.marks) > BATCHES:
+                loop = next(users_frames(), None)
+                more = None if loop is None else batches_to_break(loop)
+                if more is not None:
+                    evaluated.batches = min(evaluated.batches or BATCHES + more, BATCHES + more)
                 raise EpochOver
             self._steps.progress(f"every step is made, batch {len(evaluated.marks)} of what follows")
         return original(iterator)

@@ -62,6 +62,8 @@ class ProgramSteps:
         self.wanted = wanted
         self.progress: Callable[[str], None] = lambda stage: None
         """Called with the step that begins."""
+        self.completed: Callable[[], None] = lambda: None
+        """Called when every optimizer has made its steps."""
         self.state_to_load: Callable[[Optimizer, Any], Any] = lambda optimizer, state: state
         """Returns the state that an optimizer loads in place of the one that it is passed."""
         self.zeroed: list[Zeroed] = []
@@ -168,6 +170,8 @@ class ProgramSteps:
         if leads:
             self._ledger.begin_step(self.done + 1)
             self.progress(self._stage())
+        if self.over:
+            self.completed()
 
     def end_updated(self) -> None:
         """End a step whose update no optimizer of PyTorch made, before the next forward."""
