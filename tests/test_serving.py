@@ -243,7 +243,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[tuple[str, int]], int, int]] = {
         | {"num_experts": 2, "mamba_dt_rank": 8},
         [("state", 1)] * 7 + [("full attention", 1)],
         48 * TOKEN,
-        7 + 11,
+        7 * 2 + 11,
     ),
     # (3 × (2·2·16 + 4·16) + 4·16·16) × 2 = 2,816 bytes of a state in blocks of 32 tokens
     "Qwen3-Next": (
@@ -251,7 +251,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[tuple[str, int]], int, int]] = {
         | {"shared_expert_intermediate_size": 32} | EXPERTS | LINEAR,
         [("state", 1)] * 3 + [("full attention", 1)],
         32 * TOKEN,
-        3 + 16,
+        3 * 2 + 16,
     ),
     # both in each layer: (3 × (64 + 2·16) + 4·16·16) × 2 = 2,624 bytes of a state
     "Falcon-H1": (
@@ -259,7 +259,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[tuple[str, int]], int, int]] = {
         | {"mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1},
         [("state", 2), ("full attention", 2)],
         2 * 32 * TOKEN,
-        1 + 16,
+        3 + 16,
     ),
     # (3 × (128 + 2·16) + 8·16·16) × 2 = 5,056 bytes of a state in blocks of 48 tokens
     "Granite": (
@@ -267,7 +267,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[tuple[str, int]], int, int]] = {
         | {"layer_types": ["mamba", "mamba", "attention"], "num_hidden_layers": 3} | HYBRID,
         [("state", 1), ("state", 1), ("full attention", 1)],
         48 * TOKEN,
-        2 + 11,
+        2 * 3 + 11,
     ),
 }  # fmt: skip
 
@@ -286,6 +286,34 @@ def test_kinds_of_layers(kind: str, config: Callable[..., str]) -> None:
     assert paged is not None
     assert [group[:2] for group in report.groups] == groups
     assert (paged.block_bytes, paged.request_blocks) == (size, request)
+
+
+@pytest.mark.parametrize(
+    ("kind", "server", "gpu", "blocks", "tokens"),
+    [
+        # one block for each of three groups of states, and 16 of 32 tokens
+        ("Qwen3-Next", "vllm=0.25.1", "a100", 3 + 16, 32),
+        ("Qwen3-Next", "vllm=0.26.0", "a100", 3 * 2 + 16, 32),
+        # FlashInfer's kernel returns states every 64 tokens
+        ("Qwen3-Next", "vllm=0.33.0", "h100", 3 * 3 + 8, 64),
+        ("Granite", "vllm=0.25.1", "a100", 2 + 11, 48),
+        # a state in each block, which holds chunks of 256 tokens
+        ("Granite", "vllm=0.27.0", "a100", 2 * 2 + 2, 256),
+        ("Granite", "vllm=0.28.0", "a100", 2 * 2 + 11, 48),
+        ("Granite", "vllm=0.33.0", "a100", 2 * 3 + 11, 48),
+        ("Jamba", "vllm=0.27.0", "a100", 7 + 1, 2048),
+    ],
+)
+def test_prefixes_of_hybrids_take_more_blocks_with_states(
+    kind: str, server: str, gpu: str, blocks: int, tokens: int, config: Callable[..., str]
+) -> None:
+    """vLLM's `MambaSpec.max_memory_usage_bytes` for a request of 500 tokens."""
+    options: dict[str, Any] = {"max_model_len": 500, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    options |= {"server": server, "gpu": gpu, "scenarios": "as-given"}
+    report = memsize.serve(config(**SMALL | KINDS[kind][0]), **options)
+    paged = report.ran[0].paged
+    assert paged is not None
+    assert (paged.request_blocks, paged.block_bytes) == (blocks, tokens * TOKEN)
 
 
 SHARED_STATES = {

@@ -13,6 +13,7 @@ Counted = Literal["all", "growth"]
 Sampler = Literal["sorts", "sorts in float32", "searches in tiles", "searches", "copies"]
 Products = Literal["unpacks", "copies", "reads", "tiles"]
 Held = Literal["always", "but in Llama", "never"]
+StateKind = Literal["", "delta net", "Mamba", "Mamba-2"]
 Buffers = Literal["of each product", "of both", "of the server"]
 GraphEstimate = Literal["ignored", "extrapolated", "measured"]
 
@@ -38,7 +39,7 @@ class Setting(NamedTuple):
 
 class ServedKind(NamedTuple):
     """Facts by which vLLM chooses the model runner that serves a model, and SGLang its pools; `has_states` of layers
-    such as Mamba's.
+    such as Mamba's, of a kind of `states` (empty: another).
     """
 
     architecture: str = ""
@@ -46,6 +47,19 @@ class ServedKind(NamedTuple):
     has_states: bool = False
     is_quantized: bool = False
     is_latent: bool = False
+    states: StateKind = ""
+
+
+class StateBlocks(NamedTuple):
+    """The states of a request in a layer: in so many blocks, or (0) in each block of the request; the tokens of a block
+    are a multiple of `aligned`.
+    """
+
+    blocks: int = 1
+    aligned: int = 16
+
+
+ONE_STATE: Final = StateBlocks()
 
 
 class GraphSizes(NamedTuple):
@@ -82,13 +96,15 @@ class Rules:
     head reads, they are a second tensor.
 
     Layers with a window have blocks of their own where `windows`; layers of two kinds are padded to equally many where
-    one has less than `padding` times as many as the other. `in_flight` are the steps whose tokens a window waits for.
-    Elsewhere `pools` tells for which models such layers have room for fewer tokens, and states take `of_states` times
-    the memory of keys and values (None: not covered). The cache's size in tokens is that of as many whole requests as
-    it holds where `by_requests`. An estimate of the memory of CUDA graphs is taken off where `graphs` says how it is
-    made (or it is made and ignored): each but the first counts as the second does, or the piecewise ones are measured.
-    Blocks are for `block` tokens by default. `second` tells which models the second model runner serves, whose counts
-    of tokens are part of what is measured where `counts`. Adapters have slots in experts where it `adapts_experts`.
+    one has less than `padding` times as many as the other. `states` tells how many blocks have the states of a request
+    beside attention: where prefixes are cached, more than one. `in_flight` are the steps whose tokens a window waits
+    for. Elsewhere `pools` tells for which models such layers have room for fewer tokens, and states take `of_states`
+    times the memory of keys and values (None: not covered). The cache's size in tokens is that of as many whole
+    requests as it holds where `by_requests`. An estimate of the memory of CUDA graphs is taken off where `graphs` says
+    how it is made (or it is made and ignored): each but the first counts as the second does, or the piecewise ones are
+    measured. Blocks are for `block` tokens by default. `second` tells which models the second model runner serves,
+    whose counts of tokens are part of what is measured where `counts`. Adapters have slots in experts where it
+    `adapts_experts`.
     """
 
     server: str
@@ -115,6 +131,7 @@ class Rules:
     padding: float = 1
     pools: Callable[[ServedKind], bool] = lambda _: False
     of_states: float | None = None
+    states: Callable[[ServedKind, Card], StateBlocks] = lambda *_: ONE_STATE
     in_flight: int = 1
     by_requests: bool = False
     graphs: GraphEstimate | None = None

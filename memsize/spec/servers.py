@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from memsize.errors import InputError, UnknownInputError, quoted
 from memsize.records.gpu import Card
-from memsize.spec.server_rules import Change, Choice, Defaults, Rules, ServedKind, Setting, Version
+from memsize.spec.server_rules import Change, Choice, Defaults, Rules, ServedKind, Setting, StateBlocks, Version
 from memsize.units import GiB, MiB
 
 _V1: Final = (0, 8, 0)
@@ -76,6 +76,28 @@ def _as_given(architectures: Sequence[str]) -> Callable[[ServedKind], bool]:
 
 def _dense(kind: ServedKind) -> bool:
     return not kind.has_states and (not kind.has_experts or kind.architecture in _ALSO)
+
+
+_CHECKPOINTED: Final = 64
+"""The tokens between the states that FlashInfer's kernel returns (`FLASHINFER_GDN_CHECKPOINT_ALIGNMENT`)."""
+
+
+def _kept_each(kind: ServedKind, _card: Card) -> StateBlocks:
+    """With prefixes: Mamba's states in each block of a request, others in the last two."""
+    return StateBlocks(0 if kind.states in ("Mamba", "Mamba-2") else 2)
+
+
+def _kept_last(*, mamba_2: bool = False, delta: bool = False) -> Callable[[ServedKind, Card], StateBlocks]:
+    """With prefixes: states in the last two blocks of a request, and one more where the middle of a prompt is exported:
+    by `mamba_2`, and by `delta` nets that FlashInfer reads (`_resolve_gdn_prefill_backend`).
+    """
+
+    def blocks(kind: ServedKind, card: Card) -> StateBlocks:
+        if delta and kind.states == "delta net" and card.capability >= (9, 0):
+            return StateBlocks(3, _CHECKPOINTED)
+        return StateBlocks(3 if mamba_2 and kind.states == "Mamba-2" else 2)
+
+    return blocks
 
 
 _ENDLESS: Final = 10**12
@@ -181,17 +203,29 @@ _VLLM: Final = (
     Change((0, 25, 1), "the same: each dense model", {"second": _dense}),
     Change(
         (0, 26, 0),
-        "config/vllm.py `max_in_flight_tokens`, v1/kv_cache_interface.py (issue 49878): two steps are in flight",
-        {"in_flight": 2},
+        "config/vllm.py `max_in_flight_tokens`, v1/kv_cache_interface.py (issue 49878): two steps are in flight; "
+        "config/model.py `is_prefix_caching_supported`, models/config.py `MambaModelConfig`: prefixes of hybrids",
+        {"in_flight": 2, "states": _kept_each},
     ),
     Change(
         (0, 27, 0),
         "utils/mem_utils.py `total_consumed`: all that is in use; v1/worker/gpu/sample/penalties.py; requirements",
         {"slack": True, "counts": True, "torch": "2.13"},
     ),
-    Change((0, 28, 0), "engine/arg_utils.py: cards of 160 GiB", {"choose": _by_size(0.92, largest=16_384)}),
+    Change(
+        (0, 28, 0),
+        "engine/arg_utils.py: cards of 160 GiB; models/config.py `MambaModelConfig`: no states in each block",
+        {"choose": _by_size(0.92, largest=16_384), "states": _kept_last()},
+    ),
     Change((0, 29, 0), "config/vllm.py `use_v2_model_runner`: each model", {"second": lambda _: True}),
-    Change((0, 33, 0), "requirements", {"torch": "2.14"}),
+    Change(
+        (0, 32, 0), "layers/mamba/mamba_mixer2.py `num_prefill_checkpoint_blocks`", {"states": _kept_last(mamba_2=True)}
+    ),
+    Change(
+        (0, 33, 0),
+        "requirements; layers/mamba/gdn/qwen_gdn_linear_attn.py `_exports_checkpoints`",
+        {"torch": "2.14", "states": _kept_last(mamba_2=True, delta=True)},
+    ),
 )
 _VLLM_READ: Final = (
     "0.4.1 0.4.3 0.5.0 0.5.5 0.6.0 0.6.4 0.6.5 0.6.6 0.7.0 0.7.1 0.7.3 0.8.0 0.8.4 0.8.5 0.9.0 0.9.1 0.9.2 0.10.0 "

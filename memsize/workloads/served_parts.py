@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -15,7 +17,7 @@ from memsize.errors import InputError
 from memsize.loading.hubs import checkpoint_config_of
 from memsize.records.gpu import Card
 from memsize.spec.generation import ServerArguments
-from memsize.spec.server_rules import Rules, ServedKind
+from memsize.spec.server_rules import Rules, ServedKind, StateBlocks, StateKind
 from memsize.workloads.serving import text_config
 
 _WIDTHS = (
@@ -30,6 +32,8 @@ _OF_STATES = (
 )  # fmt: skip
 """Heads and widths of states: of gated delta nets, of Nemotron-H, and as Bamba, Falcon-H1 and Jamba name them."""
 _GROUPS = ("n_groups", "mamba_n_groups")
+_CHUNK = 2048
+"""The tokens of a chunk of Mamba's first kind, which has none."""
 _PADDED = 64
 _ENCODER = re.compile("vision|visual")
 
@@ -39,7 +43,7 @@ def served_kind(model: Any, *, is_quantized: bool) -> ServedKind:
     architectures = getattr(model.config, "architectures", None) or [type(model).__name__]
     has_experts = any(getattr(config, name, None) for name in _EXPERTS)
     is_latent = bool(getattr(config, "kv_lora_rank", None))
-    return ServedKind(architectures[0], has_experts, has_states(config), is_quantized, is_latent)
+    return ServedKind(architectures[0], has_experts, has_states(config), is_quantized, is_latent, state_kind(config))
 
 
 def has_states(config: Any) -> bool:
@@ -48,9 +52,24 @@ def has_states(config: Any) -> bool:
     return any(word in str(kind) for kind in kinds for word in _STATEFUL)
 
 
-def shares_states(config: Any) -> bool:
-    """Whether `divided` divides the states of layers: those of gated delta nets and of Mamba's hybrids."""
-    return any(getattr(config, name, None) for name in (*_OF_STATES[:4], "mamba_dt_rank"))
+def state_kind(config: Any) -> StateKind:
+    """The kind of states of which vLLM caches prefixes in its own way, and which `divided` divides; empty: another."""
+    kinds: dict[StateKind, Sequence[str]] = {
+        "delta net": _OF_STATES[:2],
+        "Mamba-2": _OF_STATES[2:4],
+        "Mamba": ("mamba_dt_rank",),
+    }
+    named = (kind for kind, names in kinds.items() if any(getattr(config, name, None) for name in names))
+    return next(named, "")
+
+
+def state_blocks(model: Any, rules: Rules, card: Card) -> StateBlocks:
+    """The blocks with states of a request. Where each has one, it holds whole chunks of the scan
+    (`get_mamba_chunk_size` in vLLM's config/model.py).
+    """
+    blocks, config = rules.states(served_kind(model, is_quantized=False), card), text_config(model)
+    chunk = getattr(config, "mamba_chunk_size", None) or getattr(config, "chunk_size", None) or _CHUNK
+    return blocks if blocks.blocks else StateBlocks(0, math.lcm(blocks.aligned, chunk))
 
 
 # -- what only a server stores -----------------------------------------------------------------------------------------

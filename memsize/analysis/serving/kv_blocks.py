@@ -7,10 +7,11 @@ blocks (`_get_kv_cache_groups_uniform_page_size`). Where the tokens of one kind 
 more of them (`unify_kv_cache_spec_page_size`).
 
 Latent attention (MLA) keeps one vector for each token, whatever the number of cards (`MLAAttentionSpec`). A layer with
-a state, as in Mamba, has one block for each request (`MambaSpec`, where prefixes are not cached), and one more for each
-token that is drafted (`num_speculative_blocks`); blocks are made so large that one holds its state
-(`HybridAttentionMambaModelConfig` of `vllm/model_executor/models/config.py`). A state has the dtype of the model, and
-one input less than its convolution is wide (`mamba_utils.py` of `vllm/model_executor/layers/mamba`).
+a state, as in Mamba, has one block for each request (`MambaSpec`), more where prefixes are cached, and one more for
+each token that is drafted (`num_speculative_blocks`); blocks are made so large that one holds its state
+(`HybridAttentionMambaModelConfig` of `vllm/model_executor/models/config.py`, later `_align_hybrid_block_size` of
+`vllm/platforms/interface.py`). A state has the dtype of the model, and one input less than its convolution is wide
+(`mamba_utils.py` of `vllm/model_executor/layers/mamba`).
 """
 
 from __future__ import annotations
@@ -25,14 +26,12 @@ from typing import Any
 from memsize.errors import InputError
 from memsize.records.gpu import Interval
 from memsize.records.serving import Concurrency, LayerGroup, Paged
-from memsize.spec.server_rules import Rules, ServedKind
+from memsize.spec.server_rules import ONE_STATE, Rules, ServedKind, StateBlocks
 from memsize.workloads.kv_caches import CachedLayer
 
 FULL, SLIDING, LATENT, STATE = "full attention", "sliding window", "latent attention", "state"
 _KINDS = (FULL, SLIDING, LATENT, STATE)
 _ENDLESS = 2**40
-_ALIGNED = 16
-"""The tokens that a block with a state has are a multiple of this."""
 _SCALED = 128
 _OF_WINDOW = 0.8
 """SGLang's `swa_full_tokens_ratio`."""
@@ -42,18 +41,20 @@ _OF_WINDOW = 0.8
 class BlockLayout:
     """The groups of layers that have tables of blocks of their own, and the bytes of a block, which all share.
 
-    `tokens` are those of a block of each group; 0 where a request has `state_blocks`, whatever its length.
+    `tokens` are those of a block of each group; 0 where a request has a state, whatever its length. Where it has
+    `states`, they are in so many blocks, and so many more are for drafted tokens.
     """
 
     groups: tuple[LayerGroup, ...]
     block_bytes: int
     tokens: tuple[int, ...]
-    state_blocks: int = 1
+    states: int = 1
+    drafted: int = 0
 
     def notes(self, block: int) -> tuple[str, ...]:
         """Return notes for the report; `block` is the number of tokens per block that the user wants."""
         tokens = min(filter(None, self.tokens), default=0)
-        if 0 in self.tokens and tokens > block:
+        if tokens > block and any(group.kind == STATE for group in self.groups):
             return (f"a block has {tokens:,} tokens in place of {block:,}, so that it holds the state of a layer",)
         return ()
 
@@ -63,8 +64,8 @@ class BlockLayout:
         """
         count = 0
         for group, tokens in zip(self.groups, self.tokens, strict=True):
-            if not tokens:
-                count += self.state_blocks
+            if group.kind == STATE:
+                count += self.drafted + (self.states or -(-context // (tokens or context)))
             elif group.window is None:
                 count += -(-context // tokens)
             else:
@@ -110,10 +111,13 @@ def block_layout(
     *,
     windows: bool = True,
     padding: float = 1.5,
+    states: StateBlocks = ONE_STATE,
+    drafted: int = 0,
 ) -> BlockLayout:
     """Lay out the blocks of a model. The `bytes` of a layer are those of one token, or of its whole state; `window` is
     the width of its sliding windows, which have blocks of their own where `windows`, and else those of full attention.
-    Kinds of layers are padded to equally many where one has less than `padding` times as many as the other.
+    Kinds of layers are padded to equally many where one has less than `padding` times as many as the other. A request
+    has `states` beside attention, and one for each of the `drafted` tokens.
 
     Raises `InputError` for layers that these rules do not cover.
     """
@@ -130,7 +134,7 @@ def block_layout(
         (kind,) = count
         tokens = 0 if kind == STATE else block
         size = (tokens or 1) * sum(layer.bytes for layer in layers)
-        return BlockLayout((LayerGroup(kind, len(layers), width_of.get(kind)),), size, (tokens,))
+        return BlockLayout((LayerGroup(kind, len(layers), width_of.get(kind)),), size, (tokens,), drafted=drafted)
     sizes = dict.fromkeys((layer.kind, layer.bytes) for layer in layers)
     if len(sizes) > len(count):
         raise InputError(f"{name} has layers of one kind that cache more than others of it: not covered")
@@ -138,17 +142,19 @@ def block_layout(
     largest = max(of_token.values())
     for kind, size in sizes:
         if kind == STATE:
-            block = max(block, _ALIGNED * -(-size // (_ALIGNED * largest)))
+            block = max(block, states.aligned * -(-size // (states.aligned * largest)))
         elif largest % size:
             raise InputError(f"{name} has tokens of two sizes in its cache, and the larger is no multiple of the other")
-    page, tokens_of = block * largest, {STATE: 0} | {kind: block * largest // size for kind, size in of_token.items()}
+    tokens_of = {STATE: 0 if states.blocks else block}
+    tokens_of |= {kind: block * largest // size for kind, size in of_token.items()}
     most, least = max(count.values()), min(count.values())
     together = most if most < padding * least else least
     groups: list[LayerGroup] = []
     for kind, number in count.items():
         tables = -(-number // together)
         groups += [LayerGroup(kind, len(range(first, number, tables)), width_of.get(kind)) for first in range(tables)]
-    return BlockLayout(tuple(groups), page * together, tuple(tokens_of[group.kind] for group in groups))
+    page, of_groups = block * largest, tuple(tokens_of[group.kind] for group in groups)
+    return BlockLayout(tuple(groups), page * together, of_groups, states.blocks, drafted)
 
 
 def token_bytes(numbers: int, width: int, config: Any) -> int:

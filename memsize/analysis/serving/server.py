@@ -29,7 +29,7 @@ from memsize.spec.generation import ServerArguments
 from memsize.spec.scenario import Scenario
 from memsize.units import format_bytes
 from memsize.workloads.generation import positions
-from memsize.workloads.served_parts import adapter_slots, served_kind
+from memsize.workloads.served_parts import adapter_slots, served_kind, state_blocks
 from memsize.workloads.serving import reads_images, text_config, text_model
 
 _ALLOWED: Final = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
@@ -142,10 +142,16 @@ class Server:
         window = getattr(text_config(self.runner.model), "sliding_window", None)
         if not rules.profiles:
             layers = pooled(layers, self.runner.name, rules, served_kind(self.runner.model, is_quantized=False))
-        layout = block_layout(
-            layers, window, served.block, self.runner.name, windows=rules.windows, padding=rules.padding
+        return block_layout(
+            layers,
+            window,
+            served.block,
+            self.runner.name,
+            windows=rules.windows,
+            padding=rules.padding,
+            states=state_blocks(self.runner.model, rules, self.runner.gpu),
+            drafted=served.speculation.tokens if served.speculation else 0,
         )
-        return replace(layout, state_blocks=1 + (served.speculation.tokens if served.speculation else 0))
 
     def _row(self, row: ServingRow, scenario: Scenario, layout: BlockLayout, served: ServerArguments) -> ServingRow:
         largest = self._largest_step(scenario, served)

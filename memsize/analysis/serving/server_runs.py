@@ -27,7 +27,7 @@ from memsize.spec.scenario import Scenario
 from memsize.spec.stack import Stack
 from memsize.workloads.generation import GenerationSteps, Prompts
 from memsize.workloads.kv_caches import CachedLayer
-from memsize.workloads.served_parts import has_states, shares_states
+from memsize.workloads.served_parts import has_states, state_kind
 from memsize.workloads.serving import ImageRun, ProfileRun, image_encoder, reads_images, text_config, text_only
 
 MIXED: Final = 8192
@@ -100,7 +100,7 @@ class ServerRuns:
         if not served.rules.encodes_first:  # V0 has a cache for each layer, also for those that read images
             crossed = getattr(config, "cross_attention_layers", None) or ()
             layers += [max(layers, key=lambda layer: layer.bytes)] * len(crossed)
-        shared = self.serving.tensor_parallel_size == 1 or shares_states(config)
+        shared = self.serving.tensor_parallel_size == 1 or bool(state_kind(config))
         if not shared and any(layer.states for layer in steps[1]):
             raise InputError(f"{self.runner.name} keeps states as in Mamba: memsize does not divide those among GPUs")
         return layers
