@@ -124,6 +124,25 @@ def test_weights_that_cannot_be_downloaded_are_stood_in_for(tmp_path: Path) -> N
     assert not (tmp_path / "cache" / "net-0123.pth").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("from transformers import AutoConfig\nAutoConfig.from_pretrained('org/model')", "ORG/MODEL"),
+        ("raise OSError('Cannot load model org/model: the model is not fully cached locally')", "org/model"),
+    ],
+)
+def test_a_config_that_is_not_here_is_to_be_fetched(
+    tmp_path: Path, text: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(memsize.ForwardError) as caught:
+        ran(tmp_path, text)
+    assert (
+        "The Hub cannot be reached, and its cache has no config of the model. Where there is a network, "
+        f'hf download {name} --exclude "*.safetensors" "*.bin" fetches config and tokenizer: weights are not needed.'
+    ) in str(caught.value)
+
+
 def test_mamba_loads_what_stands_for_its_weights(tmp_path: Path) -> None:
     """What it loads in 16 bits it reads to the CPU: the GPU has the model's own four weights of 256² alone."""
     package = tmp_path / "mamba_ssm" / "utils"

@@ -27,6 +27,7 @@ CAUSES: Final = (
     "run-needs-gpu",
     "run-missing-package",
     "run-missing-checkpoint",
+    "run-missing-config",
     "run-needs-launcher",
     "run-needs-gpus",
     "run-divides-heads",
@@ -102,6 +103,10 @@ def _advice(run: ProgramRun) -> tuple[str, dict[str, object]]:
 _NO_CHECKPOINT: Final = re.compile(
     r"FileNotFoundError: \[Errno 2\] No such file or directory: '([^']+\.(?:pt|pth|ckpt|bin|tar|safetensors))'"
 )
+_NO_CONFIG: Final = re.compile(
+    r"OSError: (We couldn't connect to '[^']+' to load|Cannot load model (?P<name>[^\s:]+): the model is not)"
+)
+"""The error of transformers and of diffusers where neither the Hub nor its cache has a model's config."""
 BATCH: Final = re.compile(r" --?([\w.-]*batch[\w-]*|bs|b)[ =]\d")
 """An argument of a program that sets its batch."""
 _SMALL_PART: Final = 0.02
@@ -177,6 +182,17 @@ def _missing_checkpoint(run: ProgramRun) -> Iterator[Finding]:
             "{name} is not on this machine: run the script with --checkpoint stand-in, which has the model's shapes."
         )
         yield Finding("run-missing-checkpoint", template, {"name": match[1]})
+
+
+@RULES.rule("run-missing-config")
+def _missing_config(run: ProgramRun) -> Iterator[Finding]:
+    match = _NO_CONFIG.match(run.failure or "")
+    if match is not None:
+        template = (
+            "The Hub cannot be reached, and its cache has no config of the model. Where there is a network, "
+            'hf download {name} --exclude "*.safetensors" "*.bin" fetches config and tokenizer: weights are not needed.'
+        )
+        yield Finding("run-missing-config", template, {"name": match["name"] or "ORG/MODEL"})
 
 
 @RULES.rule("run-needs-launcher")
