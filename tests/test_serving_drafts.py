@@ -133,16 +133,19 @@ def test_a_draft_model_shares_nothing(served: Callable[..., Any], tmp_path: Path
     assert drafted.paged.block_bytes == 2 * plain.paged.block_bytes
 
 
-def test_sglang_makes_room_for_as_many_layers_as_the_draft_has(served: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("release", ["sglang=0.5.14", "sglang=0.5.18"])
+def test_sglang_makes_room_for_as_many_layers_as_the_draft_has(
+    release: str, served: Callable[..., Any], tmp_path: Path
+) -> None:
     """A draft of three layers whose tokens are half as large: SGLang counts five layers like the target's. The weights
-    are those of vLLM's draft; without one, 0.5.18 leaves the same fraction.
+    are those of vLLM's draft; without one, the same fraction is left.
     """
     path = tmp_path / "draft.json"
     path.write_text(json.dumps(QWEN | {"num_hidden_layers": 3, "num_key_value_heads": 1}))
     asked = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": f"hf:{path}"}
     asked |= {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
-    plain = row_of(served(LLAMA, "sglang=0.5.18"))
-    report = served(LLAMA, "sglang=0.5.18", speculative_config=json.dumps(asked))
+    plain = row_of(served(LLAMA, release))
+    report = served(LLAMA, release, speculative_config=json.dumps(asked))
     drafted = row_of(report)
     assert (plain.paged.block_bytes, drafted.paged.block_bytes) == (2 * ATTENTION, (2 + 3) * ATTENTION)
     of_vllm = [
@@ -209,7 +212,7 @@ def test_rejected_tokens_have_logits_of_their_own(release: str, numbers: int, se
                 "speculative_config": '{"speculative_algorithm": "NEXTN", "speculative_num_steps": 1}',
                 "server": "sglang=0.5.13",
             },
-            r"mtp is covered for SGLang from 0\.5\.18 on, not for SGLang 0\.5\.13",
+            r"mtp is covered for SGLang from 0\.5\.14 on, not for SGLang 0\.5\.13",
         ),
     ],
 )

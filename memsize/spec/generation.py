@@ -212,7 +212,7 @@ DRAFTS_SINCE: Final = dict.fromkeys(("eagle3", "eagle", "ngram"), (0, 9, 0)) | {
     "draft_model": (0, 17, 0),
 }
 """The releases of vLLM's engine V1 whose drafts were read (v1/spec_decode)."""
-SGLANG_DRAFTS_SINCE: Final = (0, 5, 18)
+SGLANG_DRAFTS_SINCE: Final = (0, 5, 14)
 """The first release that was read with the draft inside the server's fraction: its weights are loaded before the cache
 is sized (`init_model_worker` in srt/managers/scheduler.py). 0.5.13 and before left 2 to 6 GiB beside the fraction.
 """
