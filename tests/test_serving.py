@@ -1290,6 +1290,30 @@ def test_gpus_share_a_model_that_reads_images(config: Callable[..., str]) -> Non
     assert one - half == pytest.approx((encoder + text + 2 * 128 * 512) * 2 / 2, rel=0.01)
 
 
+def test_images_of_qwen3_vl_have_wider_tables_and_buffers(config: Callable[..., str]) -> None:
+    """Sines and cosines of four times 1,000 positions of 16 numbers, and of two layers of images the states of a step's
+    512 tokens: MRotaryEmbedding and `deepstack_input_embeds` of vLLM 0.24.
+    """
+    text = {name: value for name, value in SMALL.items() if name != "architectures"}
+    entries = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "dtype": "bfloat16",
+        "text_config": text | {"model_type": "qwen3_vl_text", "head_dim": 16, "vocab_size": 128},
+        "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 14}
+        | {"out_hidden_size": 64, "spatial_merge_size": 2, "deepstack_visual_indexes": [0, 1]},
+    }
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    served = {
+        tokens: memsize.serve(config(**entries), max_num_batched_tokens=tokens, max_num_seqs=4, **PLAIN).ran[0].weights
+        for tokens in (512, 1024)
+    }
+    assert served[1024] - served[512] == 2 * 512 * 64 * 2
+    entries["text_config"] |= {"rope_parameters": sections}
+    wider = memsize.serve(config(**entries), max_num_batched_tokens=512, max_num_seqs=4, **PLAIN).ran[0].weights
+    assert wider - served[512] == 3 * 1000 * 16 * 2
+
+
 def test_images_are_encoded_before_the_step(config: Callable[..., str]) -> None:
     """A step of 8,192 tokens may stand for 2,048 images of 4; V0 reads one with each of 256 sequences, in the step."""
     options: dict[str, Any] = {"scenarios": "as-given", "gpu": "h100", "max_num_batched_tokens": 8192}

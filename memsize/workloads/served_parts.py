@@ -34,6 +34,7 @@ _OF_STATES = (
 _GROUPS = ("n_groups", "mamba_n_groups")
 _CHUNK = 2048
 """The tokens of a chunk of Mamba's first kind, which has none."""
+_OF_VIDEOS = 4
 _PADDED = 64
 _ENCODER = re.compile("vision|visual")
 
@@ -78,8 +79,9 @@ def state_blocks(model: Any, rules: Rules, card: Card) -> StateBlocks:
 def rotary_tables(model: Any) -> int:
     """Bytes of vLLM's tables of sines and cosines, one for each kind of rotary embedding: all positions times the width
     that is turned, or of the whole head where Gemma 4 turns a part of it by zero (`gemma4_rope.py`), in the dtype of
-    the model (`vllm/model_executor/layers/rotary_embedding`, `get_rope`). Granite's hybrids have one only where they
-    name it, but rotary parameters always.
+    the model (`vllm/model_executor/layers/rotary_embedding`, `get_rope`); four times as many positions where those of
+    videos have sections (mrope.py there). Granite's hybrids have one only where they name it, but rotary parameters
+    always.
     """
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None)
@@ -96,7 +98,7 @@ def rotary_tables(model: Any) -> int:
         partial = 1 if entries.get("rope_type") == "proportional" else entries.get("partial_rotary_factor", 1)
         width = int(of_head * partial)
         key = *sorted((name, str(entry)) for name, entry in entries.items()), width
-        tables[key] = _positions(config, entries) * width
+        tables[key] = _positions(config, entries) * width * (_OF_VIDEOS if entries.get("mrope_section") else 1)
     return sum(tables.values()) * int(model.dtype.itemsize)
 
 
@@ -106,6 +108,16 @@ def _positions(config: Any, rope: dict[str, Any]) -> int:
     if kind == "yarn":
         positions = rope.get("original_max_position_embeddings") or positions
     return int(positions * factor) if kind in ("yarn", "linear", "dynamic") else int(positions)
+
+
+def layered_images(model: Any, served: ServerArguments) -> int:
+    """Bytes of what the first layers add of an image's states to those of a step's tokens, for which vLLM has buffers
+    (`deepstack_input_embeds` in `qwen3_vl.py`).
+    """
+    levels = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    if served.rules.server != "vLLM":
+        return 0
+    return int(len(levels) * served.tokens * text_config(model).hidden_size * model.dtype.itemsize)
 
 
 def latent_copies(model: Any, *, absorbed: bool, quantized: bool) -> int:

@@ -23,6 +23,7 @@ from memsize.workloads.served_parts import (
     adapter_slots,
     encoder_elsewhere,
     latent_copies,
+    layered_images,
     mxfp4_padding,
     rotary_tables,
     served_kind,
@@ -132,7 +133,7 @@ def _with_tables(runs: ServerRuns, served: ServerArguments, ran: StepRun, step: 
     quantized = checkpoint_config_of(model) is not None
     copies = latent_copies(model, absorbed=rules.absorbs, quantized=quantized)
     tables = rotary_tables(model) + padding + copies - encoder_elsewhere(model, served.tp)
-    tables += mxfp4_padding(model, rules, gpu) + adapter_slots(model, served)
+    tables += mxfp4_padding(model, rules, gpu) + adapter_slots(model, served) + layered_images(model, served)
     if not (copies and rules.absorbs):
         return step, tables
     # They are computed, so that a workspace of cuBLAS is there before the step.
