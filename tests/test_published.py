@@ -13,7 +13,7 @@ import torch
 from benchmarks.published import __main__ as command, table
 from benchmarks.published.environments import ENVIRONMENTS, Environment, UnbuiltError, ready
 from benchmarks.published.recipes.random_networks import settings
-from benchmarks.published.rows import Compared, Row, read, rows
+from benchmarks.published.rows import Compared, Row, half_digit, read, rows
 from benchmarks.published.sources import SOURCES
 from benchmarks.published.table import Error, Group
 from benchmarks.published.worker import predict
@@ -52,6 +52,10 @@ def test_a_figure_in_bytes() -> None:
     assert said.error == pytest.approx(-24 / 4820)
     assert said.outside == 0
     assert replace(said, interval=Interval(4_700_000_000, 4_771_800_000)).outside == pytest.approx(-0.01)
+    # 4.82 GB are 4.815 to 4.825.
+    assert row.rounding == pytest.approx(5_000_000)
+    assert replace(said, interval=Interval(4_700_000_000, 4_815_000_000)).outside == 0
+    assert half_digit("5.5e4") == 500
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +55,11 @@ class Row:
         """The bytes of the published figure's unit."""
         return 1 if self.figure in COUNTS else self.source.unit
 
+    @property
+    def rounding(self) -> float:
+        """What rounding to the published digits may have changed, in bytes: half of the last one."""
+        return half_digit(self.published) * self.unit
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -70,8 +76,18 @@ class Compared:
 
     @property
     def outside(self) -> float:
-        """The same from the nearer end of the interval: 0 inside."""
+        """The same from the nearer end of the interval: 0 inside, and where the published figure was rounded so that it
+        may be inside.
+        """
+        rounded = Interval(*(round(self.row.measured + end) for end in (-self.row.rounding, self.row.rounding)))
+        if rounded.low <= self.interval.high and self.interval.low <= rounded.high:
+            return 0.0
         return off_by(self.interval, self.row.measured) / self.row.measured
+
+
+def half_digit(published: str) -> float:
+    """Half of the last digit of a number as it is written: 0.005 of ``54.09``, 500 of ``5.5e4``."""
+    return 10.0 ** int(Decimal(published).as_tuple().exponent) / 2
 
 
 def rows(patterns: Iterable[str] = ("*",), path: Path = MEASUREMENTS) -> list[Row]:

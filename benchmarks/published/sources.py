@@ -574,6 +574,115 @@ _SERVERS: Final = tuple(
             "vllm=0.19.0",
             "the model's config; the size of the cache is given; the tokens had been seen",
         ),
+        *(
+            (
+                f"qwen2.5-math-{card.lower()}",
+                "Qwen2.5-Math-1.5B",
+                "https://github.com, notes of 2026-03-01 on an evaluation with vLLM 0.7.2 on an A10 and an L40",
+                card,
+                "vllm=0.7.2",
+                "",
+            )
+            for card in ("A10", "L40")
+        ),
+        (
+            "r1-qwen-7b-v100",
+            "DeepSeek-R1-Distill-Qwen-7B",
+            "https://github.com, a page of 2025-03-23 on DeepSeek-R1-Distill-Qwen-7B with vLLM 0.7.1 (in Chinese)",
+            "V100 32GB",
+            "vllm=0.7.1",
+            "the card is not named: its memory, and XFormers' attention",
+        ),
+        (
+            "qwen2.5-7b-v100",
+            "Qwen2.5-7B",
+            "https://zhuanlan.zhihu.com/p/1916529253169734444",
+            "V100 32GB",
+            "vllm=0.8.5",
+            "",
+        ),
+        (
+            "qwen2.5-0.5b-t4",
+            "Qwen2.5-0.5B",
+            "https://github.com, notes of 2026-08-01 on vLLM 0.6.6 in Google's Colab (in Korean)",
+            "T4",
+            "vllm=0.6.6",
+            "the card is not named: its memory, and XFormers' attention",
+        ),
+        (
+            "gemma-3-1b",
+            "Gemma 3 1B without CUDA graphs",
+            "https://github.com, notes of 2026-01-16 on generating with vLLM 0.13.0 and gemma-3-1b-it",
+            "RTX 5090",
+            "vllm=0.13.0",
+            "the card is not named: by its memory",
+        ),
+        (
+            "llama-3-70b-awq",
+            "Llama-3-70B AWQ, two GPUs",
+            "https://github.com, notes of 2026-02-27 on vLLM 0.16.0 on two GPUs",
+            "L40S",
+            "vllm=0.16.0",
+            "the card is not named: of Ada, by its memory",
+        ),
+        (
+            "qwen3-vl-30b",
+            "Qwen3-VL-30B-A3B",
+            "https://github.com, a log of 2025-12-25 of a trained Qwen3-VL-30B-A3B with vLLM 0.13.0",
+            "H100 NVL",
+            "vllm=0.13.0",
+            "the model's config; its table of positions and the buffers of its images were missing before; its cache "
+            "depends on the largest image, which the config does not say",
+        ),
+        (
+            "qwen3-next",
+            "Qwen3-Next-80B-A3B, a hybrid, two GPUs",
+            "https://github.com, a terminal's text of 2025-10-23 on Qwen3-Next-80B-A3B with vLLM 0.10.2",
+            "H200",
+            "vllm=0.10.2",
+            "what lies outside PyTorch had been known from this log",
+        ),
+        *(
+            (
+                f"nemotron-3-{name}",
+                f"{title}, a hybrid, tokens of a cache",
+                f"https://github.com, {where}",
+                "B300",
+                f"vllm={release}",
+                f"the model's config; the size of the cache is given, as the GPU {reason}; the tokens had been seen",
+            )
+            for name, title, where, release, reason in (
+                (
+                    "30b",
+                    "Nemotron-Cascade-2-30B-A3B",
+                    "a log of 2026-04-26 of an agent with Nemotron-Cascade-2-30B-A3B-NVFP4",
+                    "0.19.0",
+                    "is not named",
+                ),
+                (
+                    "30b-longer",
+                    "Nemotron-Cascade-2-30B-A3B",
+                    "notes of 2026-05-01 on Nemotron-Cascade-2-30B-A3B-NVFP4 with a nightly vLLM 0.20.1",
+                    "0.21.0",
+                    "is not named, and of a nightly build",
+                ),
+                (
+                    "4b",
+                    "Nemotron-3-Nano-4B",
+                    "a log of 2026-03-18 of Nemotron-3-Nano-4B-FP8 in NVIDIA's container of vLLM 0.13.0",
+                    "0.13.0",
+                    "is not named",
+                ),
+            )
+        ),
+        (
+            "qwen3.5-prefixes",
+            "Qwen3.5-0.8B and Qwen3.8-27B, hybrids whose prefixes are cached",
+            "https://github.com, notes of 2026-09-08 on Qwen3.5-0.8B and Qwen3.8-27B with vLLM 0.28.0 (in Chinese)",
+            "A100 80GB",
+            "vllm=0.28.0",
+            "the models' configs; the size of the cache is given, as their encoder is not; the tokens had been seen",
+        ),
         (
             "granite-4.0-h-1b",
             "Granite 4.0 H 1B, a hybrid",
@@ -918,6 +1027,12 @@ NOT_COUNTED: Final = (
         "Llama-3.1-8B's cache in vLLM 0.8.4",
         f"{_PULLS}/17122",
         "158,656 tokens on an L40S, for which neither the share of the card nor the number of sequences is stated",
+    ),
+    (
+        "Qwen3-VL-30B-A3B's cache in vLLM 0.13.0",
+        "https://github.com, a log of 2025-12-25 of a trained Qwen3-VL-30B-A3B",
+        "19.40 GiB on an H100 NVL, predicted as 19.60 to 19.75: vLLM measures with the largest image of the "
+        "processor, of which the config says nothing",
     ),
     (
         "Liger-Kernel's embeddings, ORPO and SimPO, 28 figures of PyTorch's, and 26 of its own kernels",

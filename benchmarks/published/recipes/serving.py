@@ -16,7 +16,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import memsize
-from benchmarks.published.rows import Row
+from benchmarks.published.rows import Row, half_digit
 from memsize.device import cards
 from memsize.records.serving import ServingRow
 from memsize.units import GiB
@@ -127,17 +127,22 @@ _CONFIGS: Final[dict[str, dict[str, Any]]] = {
     | {"quantization_config": _AWQ},
     "qwen2.5-1.5b": _QWEN_1B | {"dtype": "bfloat16"},
     "qwen2.5-1.5b-fp16": _QWEN_1B | {"dtype": "float16"},
+    "qwen2.5-math-1.5b": _QWEN_1B | {"dtype": "bfloat16", "max_position_embeddings": 4096},
     "qwen2.5-3b": _QWEN_1B
     | {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}
     | {"dtype": "bfloat16"},
     "qwen2.5-0.5b": _QWEN_1B
     | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
     | {"dtype": "bfloat16"},
+    "qwen2.5-0.5b-fp16": _QWEN_1B
+    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {"dtype": "float16"},
     "qwen2.5-7b": _QWEN_7B,
     "qwen2.5-7b-fp16": _QWEN_7B | {"dtype": "float16"},
     "qwen2.5-7b-fp8": _QWEN_7B | _compressed("float-quantized", _OF_CHANNELS),
     "qwen2.5-7b-gptq": _QWEN_7B | {"dtype": "float16", "quantization_config": _GPTQ | {"desc_act": False}},
     "r1-distill-qwen-7b": _QWEN_7B | {"max_position_embeddings": 131072},
+    "r1-distill-qwen-7b-fp16": _QWEN_7B | {"max_position_embeddings": 131072, "dtype": "float16"},
     "phi-4-gptq": {
         "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 5120, "intermediate_size": 17920,
         "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352,
@@ -275,6 +280,54 @@ _CONFIGS |= {
     | {"linear_num_value_heads": 32, "tie_word_embeddings": name == "qwen3.5-4b"}
     for name, hidden, inner in (("qwen3.5-4b", 2560, 9216), ("qwen3.5-9b", 4096, 12288))
 }
+_CONFIGS["qwen3.5-0.8b"] = _CONFIGS["qwen3.5-4b"] | {
+    "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "linear_num_value_heads": 16,
+}  # fmt: skip
+_CONFIGS["qwen3-next-80b"] = _DELTA | {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
+    "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "linear_num_value_heads": 32, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "vocab_size": 151936, "partial_rotary_factor": 0.25,
+    "mamba_ssm_dtype": None,
+}  # fmt: skip
+_CONFIGS["gemma-3-1b"] = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "dtype": "bfloat16", "hidden_size": 1152,
+    "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "head_dim": 256, "sliding_window": 512, "vocab_size": 262144, "max_position_embeddings": 32768,
+}  # fmt: skip
+_CONFIGS["llama-3-70b-awq"] = _LLAMA_70B | {
+    "max_position_embeddings": 8192,
+    "dtype": "float16",
+    "quantization_config": _AWQ,
+}
+_CONFIGS["qwen3-vl-30b"] = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "text_config": _CONFIGS["qwen3-30b-a3b"]
+    | {"model_type": "qwen3_vl_moe_text", "max_position_embeddings": 262144}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}},
+    "vision_config": {
+        "model_type": "qwen3_vl_moe", "depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304,
+        "out_hidden_size": 2048, "patch_size": 16, "deepstack_visual_indexes": [8, 16, 24],
+    },
+}  # fmt: skip
+_NEMOTRON: Final = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "dtype": "bfloat16", "head_dim": 128,
+    "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "vocab_size": 131072,
+    "max_position_embeddings": 262144, "tie_word_embeddings": False, "mamba_ssm_cache_dtype": "float32",
+}  # fmt: skip
+_CONFIGS["nemotron-3-nano-30b"] = _NEMOTRON | {
+    "hybrid_override_pattern": "MEMEM*" + "EMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME", "hidden_size": 2688,
+    "intermediate_size": 1856, "num_attention_heads": 32, "num_key_value_heads": 2, "mamba_num_heads": 64,
+    "n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1, "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_CONFIGS["nemotron-3-nano-4b"] = _NEMOTRON | {
+    "hybrid_override_pattern": "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-", "hidden_size": 3136,
+    "intermediate_size": 12544, "num_attention_heads": 40, "num_key_value_heads": 8, "mamba_num_heads": 96,
+    "mamba_head_dim": 80, "mamba_ssm_cache_dtype": "float16",
+}  # fmt: skip
 _CONFIGS["granite-4.0-h-1b"] = {
     "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 1536,
     "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48,
@@ -291,10 +344,7 @@ _ABOUT: Final = ("model", "figure", "gib")
 
 def predict(row: Row) -> tuple[float, float, float]:
     """The figure of a row, and the least and the most that it may be: GiB, blocks or tokens."""
-    options = {name: value for name, value in row.values.items() if name not in _ABOUT}
-    served = _served(
-        row.source.gpu, row.source.stack, row.values["model"], row.values.get("gib"), tuple(options.items())
-    )
+    served, *ends = (_of_size(row, size) for size in _sizes(row))
     sizes = {"weights": served.weights, "step": served.profile, "peak": served.weights + served.profile}
     if row.figure in sizes:
         size = sizes[row.figure] / GiB
@@ -303,10 +353,31 @@ def predict(row: Row) -> tuple[float, float, float]:
     if row.figure in beside:
         low, high = beside[row.figure]
     else:
-        assert served.paged is not None
-        low, high = getattr(served.paged, {"cache": "available"}.get(row.figure, row.figure))
+        name = {"cache": "available"}.get(row.figure, row.figure)
+        intervals = [getattr(one.paged, name) for one in (served, *ends)]
+        if ends:
+            (middle, _), (low, _), (_, high) = intervals
+            return middle, low, high
+        ((low, high),) = intervals
     scale = GiB if row.figure in ("cache", *beside) else 1
     return (low + high) / 2 / scale, low / scale, high / scale
+
+
+def _sizes(row: Row) -> tuple[float | None, ...]:
+    """The size of the cache in GiB where it is given, and the least and the most that a log may have rounded to it."""
+    given = row.values.get("kv_cache_memory")
+    if given is None:
+        return (None,)
+    size, half = float(given.removesuffix("GiB")), half_digit(given.removesuffix("GiB"))
+    return size, size - half, size + half
+
+
+def _of_size(row: Row, size: float | None) -> ServingRow:
+    """What a server says of a row with a cache of so many GiB."""
+    options = {name: value for name, value in row.values.items() if name not in _ABOUT}
+    if size is not None:
+        options["kv_cache_memory"] = f"{round(size * GiB)} B"
+    return _served(row.source.gpu, row.source.stack, row.values["model"], row.values.get("gib"), tuple(options.items()))
 
 
 @cache
