@@ -42,6 +42,7 @@ from memsize.records.trace import Trace
 from memsize.virtual.guards.file_guard import NetworkGuard
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.saved_weights import Files
+from memsize.workloads.larger_batches import LargerBatches
 from memsize.workloads.program_steps import ProgramSteps
 from memsize.workloads.waiting_blocks import WaitingBlocks, batches_to_break
 
@@ -69,6 +70,7 @@ class AfterSteps:
     """The rest of a program once its `steps` are made; `begun` is called when it begins, and `stop` ends the program.
 
     With `goes_on` false the program stops there. Its own calls are those that a call of `until` made.
+    With `searches`, where batches vary in size, one more step has a large one.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class AfterSteps:
         begun: Callable[[], None],
         stop: Callable[[], None],
         until: CodeType,
+        searches: bool = True,
     ) -> None:
         self.failure: Exception | None = None
         """The error that ended what follows the steps."""
@@ -103,6 +106,8 @@ class AfterSteps:
         """The events before each forward without gradients that followed the steps."""
         self._steps_to_come = 0
         self._waiting = WaitingBlocks(self._arrived, ledger.evaluator.notes.setdefault, lambda: steps.done)
+        self._batches = LargerBatches(ledger.evaluator.notes.setdefault, lambda stage: steps.progress(stage))
+        self._searches = searches
         if goes_on:
             steps.completed = lambda: self._waiting.watch(until)
 
@@ -225,13 +230,20 @@ class AfterSteps:
         if not self._steps.over:
             self._training.add(iterator)
             self._follow_trainer()
-        elif iterator in self._training and self._waiting.needs_batch():
-            return original(iterator)
-        elif iterator in self._training:
+            batch = original(iterator)
+            self._batches.seen(iterator, batch)
+            return batch
+        if iterator in self._training:
+            prefetches = next(users_frames(libraries=True)).f_globals.get("__package__") == _PREFETCHING
+            waits = self._waiting.needs_batch()
+            if self._searches and (batch := self._batches.search(original, iterator)) is not None:
+                self._steps_to_come = 1 + prefetches  # with the batch that was held back
+                return batch
+            if waits:
+                return original(iterator)
             self._begin()
             self._training.discard(iterator)
-            frames = users_frames(libraries=True)
-            self._steps_to_come += next(frames).f_globals.get("__package__") == _PREFETCHING
+            self._steps_to_come = self._steps_to_come or int(prefetches)
             raise EpochOver
         else:
             self._begin()
@@ -271,7 +283,8 @@ class AfterSteps:
         self, original: Callable[..., Any], callback: Any, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> Any:
         control = original(callback, args, state, control, **kwargs)
-        if self._steps.over:
+        searches = self._searches and self._batches.vary()
+        if self._steps.over and not self._steps_to_come and not searches:
             self._begin()
             control.should_evaluate = control.should_evaluate or args.eval_strategy != "no"
             control.should_save = control.should_save or args.save_strategy != "no"

@@ -101,7 +101,7 @@ class Program:
             settings.bounded,
         )
         self.steps = ProgramSteps(self.ledger, settings.steps, self._before_step, lambda: shown(self._lines()))
-        rest = settings.goes_on, self._note_variables, self._stop, Program.run.__code__
+        rest = settings.goes_on, self._note_variables, self._stop, Program.run.__code__, self.world is None
         self.after = AfterSteps(self.ledger, self.steps, self.files, *rest)
         self.stand_ins = StandInLoading(self.ledger, self.files, settings.stands_in)
         self.files.missing, self.files.loaded = self.stand_ins.missing, self._note_loaded
