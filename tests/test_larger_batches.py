@@ -15,9 +15,7 @@ SETUP = """
     from torch import nn
     from torch.utils.data import DataLoader
 
-    # Batch 100 of 2 texts each has the longest, 900 tokens.
-    lengths = [64 + n % 7 for n in range(400)]
-    lengths[200] = 900
+    lengths = LENGTHS
     texts = [torch.zeros(n, dtype=torch.long) for n in lengths]
 
     def padded(batch):
@@ -27,6 +25,8 @@ SETUP = """
     optimizer = torch.optim.SGD(model.parameters())
     loader = DataLoader(texts, batch_size=2, collate_fn=padded)
 """
+ONE_LONGER = "[64 + n % 7 if n != 200 else 900 for n in range(400)]"
+"""Batch 100 of 2 texts each has the longest, 900 tokens."""
 LOOP = """
     for epoch in range(3):
         for ids in loader:
@@ -57,15 +57,17 @@ TRAINER = """
 
     args = TrainingArguments("out", per_device_train_batch_size=2, report_to="none", save_strategy="no", optim="sgd")
     sampler = torch.utils.data.SequentialSampler(texts)
-    trainer = Trainer(Model(), args, train_dataset=texts, data_collator=lambda batch: {"ids": padded(batch)}, optimizers=(optimizer, None))
+    data = {"train_dataset": texts, "data_collator": lambda batch: {"ids": padded(batch)}}
+    trainer = Trainer(Model(), args, **data, optimizers=(optimizer, None))
     trainer._get_train_sampler = lambda *_: sampler
     trainer.train()
 """
 
 
-def ran(folder: Path, text: str, **options: bool) -> ProgramRun:
+def ran(folder: Path, text: str, lengths: str = ONE_LONGER, **options: bool) -> ProgramRun:
     script = folder / "train.py"
-    script.write_text(textwrap.dedent(SETUP) + textwrap.dedent(text), encoding="utf-8")
+    setup = textwrap.dedent(SETUP).replace("LENGTHS", lengths)
+    script.write_text(setup + textwrap.dedent(text), encoding="utf-8")
     run = memsize.run(script, gpu="t4", **options)
     assert isinstance(run, ProgramRun) and run.failure is None
     return run
@@ -87,18 +89,13 @@ def test_the_largest_batch_of_those_that_follow_is_trained_on(
 
 
 @pytest.mark.parametrize(
-    ("original", "replacement"),
-    [("64 + n % 7", "64"), ("lengths[200] = 900", "lengths[200] = 20"), ("lengths[200] = 900", "lengths[0] = 901")],
-    ids=["all alike", "none longer", "the first is the longest"],
+    "lengths",
+    ["[64] * 400", "[901, *range(64, 463)]", "[64, 64, 70] + [64] * 397"],
+    ids=["all alike", "the first is the longest", "none longer"],
 )
-def test_no_further_step_is_made_without_a_larger_batch(original: str, replacement: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    text = textwrap.dedent(SETUP).replace("range(400)]", "range(400)]  ").replace(original, replacement)
-    if "64 + n % 7" != original:
-        text = text.replace("64 + n % 7", "64 + n % 2")
-    script.write_text(text + textwrap.dedent(LOOP), encoding="utf-8")
-    run = memsize.run(script, gpu="t4")
-    assert isinstance(run, ProgramRun) and run.steps == 3 and not any("largest" in note for note in run.trace.notes)
+def test_no_further_step_is_made_without_a_larger_batch(lengths: str, tmp_path: Path) -> None:
+    run = ran(tmp_path, LOOP, lengths)
+    assert run.steps == 3 and not any("largest" in note for note in run.trace.notes)
 
 
 def test_training_only_looks_for_no_larger_batch(tmp_path: Path) -> None:
