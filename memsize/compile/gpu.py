@@ -46,7 +46,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memsize.compile.cuda_graphs import CudaGraphs
 from memsize.compile.devices import GpuProperties
 from memsize.compile.generated import Origins
-from memsize.compile.kernel_bodies import KernelBody, generating
 from memsize.compile.patterns import applied_where_likely
 from memsize.compile.shortcuts import shortcuts
 from memsize.kernels.semantics import simulated_release
@@ -117,11 +116,6 @@ class PlannedScheduling(TritonScheduling):
 
     def define_kernel(self, src_code: str, node_schedule: Any, kernel: Any) -> str:
         return f"kernel_{next(self._numbers)}"
-
-    def codegen_node_schedule_with_kernel(self, node_schedule: Any, kernel: Any) -> None:
-        kernel.planned_body = KernelBody(kernel, node_schedule)
-        scheduling: Any = super()
-        scheduling.codegen_node_schedule_with_kernel(node_schedule, kernel)
 
     def codegen_sync(self) -> None:
         return None
@@ -221,7 +215,6 @@ def planning(
         wrapping(GraphLowering, "constant_name", _constant_on_gpu),
         (_meta_registrations, "device_hint", lambda _: "cuda"),  # graphs are traced with fakes on the CPU
         (GraphModule, "print_readable", lambda *_, **__: ""),  # a key of caches, which are off
-        wrapping(inductor_scheduler.SchedulerNode, "codegen", generating),
         wrapping(PatternMatcherPass, "apply", applied_where_likely),
         *((ir.UserDefinedTritonKernel, name, lambda *_: None) for name in _LAUNCHES),
         (triton_split_scan, "TritonSplitScanKernel", PlannedSplitScan),
