@@ -9,9 +9,10 @@ qualified name, ``""`` for the model itself. Nothing here needs torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Final, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from memsize.records.codec import Index, Size
 from memsize.records.roles import Role
@@ -127,21 +128,12 @@ class StoredTensor:
 
     def seen(self, used: bool, differentiable: bool) -> StoredTensor:
         """The same tensor with what a run showed of it. Every run says so of every tensor: `replace` is too slow."""
-        return StoredTensor(
-            self.name,
-            self.kind,
-            self.layer,
-            self.spec,
-            self.elements,
-            self.bytes,
-            self.reported_bytes,
-            self.trainable,
-            self.tied_to,
-            self.wrapper,
-            self.parts,
-            used,
-            differentiable,
-        )
+        return StoredTensor(*(*_before_runs(self), used, differentiable))
+
+
+_before_runs: Final[Callable[[StoredTensor], tuple[Any, ...]]] = attrgetter(
+    *(field.name for field in fields(StoredTensor) if field.name not in ("used", "differentiable"))
+)
 
 
 OptionalLayer = Annotated[int, Index("layers", optional=True)]

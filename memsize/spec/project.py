@@ -71,12 +71,12 @@ def parsed_toml(file: Path) -> tuple[str, dict[str, Any]]:
         raise InputError(f"{file} is not TOML: {error}") from None
 
 
-def refuse_unknown(kind: str, section: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+def refuse_unknown(section: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
     """Raise `InputError` for a key of `section` that is none of `keys`."""
     keys = tuple(keys)
     for key in section:
         if key not in keys:
-            raise UnknownInputError(kind, key, keys, problem=f"{where} has no {kind} {quoted(key)}")
+            raise UnknownInputError("key", key, keys, problem=f"{where} has no key {quoted(key)}")
 
 
 NAME: Final = "pyproject.toml"
@@ -243,9 +243,7 @@ def read_project(file: Path) -> Project:
     """The sections of `file`; raises `InputError`, naming the line, for what cannot be meant."""
     text, data = parsed_toml(file)
     section = section_in(data)
-    refuse_unknown(
-        "key", section, ("target", "gpu", "select", "ignore", "severity"), where=f"{file.name}: [tool.memsize]"
-    )
+    refuse_unknown(section, ("target", "gpu", "select", "ignore", "severity"), where=f"{file.name}: [tool.memsize]")
     check_type("gpu", section.get("gpu", ""), (str,))
     usual = {"gpu": section["gpu"]} if "gpu" in section else {}
     sections = section.get("target", [])
@@ -291,7 +289,7 @@ _KEYS: Final[Mapping[str, tuple[type, ...]]] = {
 
 def parse_section(section: Mapping[str, Any], line: int = 1) -> CheckedTarget:
     """One section as a value; raises `InputError` for a key or a value that cannot be meant."""
-    refuse_unknown("key", section, ("name", *MODEL_KEYS, *_KEYS), where=SECTION)
+    refuse_unknown(section, ("name", *MODEL_KEYS, *_KEYS), where=SECTION)
     for key in set(section) & set(_KEYS):
         check_type(key, section[key], _KEYS[key])
     if not section.get("target"):

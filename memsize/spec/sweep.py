@@ -149,7 +149,7 @@ def _grid(name: str, folder: Path, data: Mapping[str, Any], lines: list[str]) ->
 
 
 def _section(where: str, section: Mapping[str, Any]) -> Section:
-    refuse_unknown("key", section, (*MODEL_KEYS, *_SPREAD, _COMPILE), where=where)
+    refuse_unknown(section, (*MODEL_KEYS, *_SPREAD, _COMPILE), where=where)
     if not section.get("target"):
         raise InputError(f'{where}: a section needs a target, such as target = "model.py:Net"')
     values = dict(_DEFAULTS) | {key: value for key, value in section.items() if key not in (*_SPREAD, _COMPILE)}
