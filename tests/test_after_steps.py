@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -373,3 +374,38 @@ def test_an_evaluation_by_hand_that_keeps_its_results(tmp_path: Path, caches: bo
     assert run.after.per_batch == per_batch and run.after.of is None
     text = f"each batch leaves {64 * 4096 * 4 >> 20}.00 MiB on the GPU" if per_batch else ""
     assert text in sentence(run, "run-evaluation-grows") and bool(text) == bool(sentence(run, "run-evaluation-grows"))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="Lightning is not installed")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.thorough
+def test_lightning_validates_after_the_steps(tmp_path: Path) -> None:
+    """Before them it only checks that it can; it validates after a whole epoch, of a thousand batches here."""
+    run = ran(tmp_path, LIGHTNING)
+    assert run.steps == 3 and run.after is not None and (run.after.batches, run.after.of) == (8, 63)
+    assert run.after.evaluation is not None and run.after.per_batch == 1024 * 1000 * 4
+
+
+LIGHTNING = """
+    import lightning, torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Net(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.outputs = nn.Linear(256, 1000), []
+
+        def training_step(self, batch, index):
+            return self.net(batch[0]).square().mean()
+
+        def validation_step(self, batch, index):
+            self.outputs.append(self.net(batch[0]))
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    samples = TensorDataset(torch.randn(64_000, 256))
+    trainer = lightning.Trainer(max_epochs=3, accelerator="gpu", devices=1)
+    trainer.fit(Net(), DataLoader(samples, batch_size=64), DataLoader(samples, batch_size=1024))
+"""

@@ -1,14 +1,12 @@
 """The rest of a program after its steps: its first evaluation and its first checkpoint.
 
 Both may come thousands of steps later. So the epoch ends when the steps are made: the data loader that fed them has no
-more batches, and the `Trainer` of transformers, which counts steps, evaluates, saves and stops at once. The next
-forward of training stops the program. A loader of an evaluation ends after `BATCHES`; what each of them leaves behind
-shows what all would.
+more batches, the `Trainer` of transformers, which counts steps, evaluates, saves and stops at once, and Lightning
+validates. The next forward of training stops the program. A loader of an evaluation ends after `BATCHES`; what each of
+them leaves behind shows what all would. Code of the script that waits for a later step runs at once too
+(`WaitingBlocks`).
 
-Code of the script that waits for a later step runs at once too (`WaitingBlocks`).
-
-Known limits: an evaluation without a `torch.utils.data.DataLoader` sees all of its batches. Lightning validates at the
-end of a whole epoch, and before the first step.
+Known limit: an evaluation without a `torch.utils.data.DataLoader` sees all of its batches.
 """
 
 from __future__ import annotations
@@ -50,6 +48,12 @@ BATCHES: Final = 8
 """How many batches an evaluation sees."""
 _MOST_FORWARDS: Final = 200
 """How many forwards of root modules without gradients follow the steps: images are sampled, tokens generated."""
+_DECIDES: Final = {
+    "transformers.trainer_callback": ("DefaultFlowCallback", "on_step_end"),
+    "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop", "_should_check_val_fx"),
+    "pytorch_lightning.loops.training_epoch_loop": ("_TrainingEpochLoop", "_should_check_val_fx"),
+}
+"""The methods of trainers that decide after a step whether to evaluate, by their modules."""
 _PREFETCHING: Final = "accelerate"
 """The package whose loader holds a batch back: one more step follows the end of an epoch (`DataLoaderShard`)."""
 
@@ -96,7 +100,7 @@ class AfterSteps:
         self._begun = begun
         self._stop = stop
         self._has_begun = False
-        self._follows_trainer = False
+        self._followed = set[str]()
         self._patches = ExitStack()
         self._files_before = set[str]()
         self._training = weakref.WeakSet[Any]()
@@ -229,7 +233,7 @@ class AfterSteps:
     def _next_batch(self, original: Callable[[Any], Any], iterator: Any) -> Any:
         if not self._steps.over:
             self._training.add(iterator)
-            self._follow_trainer()
+            self._follow_trainers()
             batch = original(iterator)
             self._batches.seen(iterator, batch)
             return batch
@@ -261,13 +265,15 @@ class AfterSteps:
             self._steps.progress(f"every step is made, batch {len(evaluated.marks)} of what follows")
         return original(iterator)
 
-    def _follow_trainer(self) -> None:
-        """Replace, where transformers is imported, what decides at the end of a step whether to evaluate."""
-        callbacks, simulation = sys.modules.get("transformers.trainer_callback"), running()
-        if callbacks is not None and simulation is not None and not self._follows_trainer:
-            self._follows_trainer = True
-            patch = wrapping(callbacks.DefaultFlowCallback, "on_step_end", self._end_of_trainers_step)
-            self._patches.enter_context(simulation.patches.applied([patch]))
+    def _follow_trainers(self) -> None:
+        """Replace, of the trainers that are imported, what decides at the end of a step whether to evaluate."""
+        simulation = running()
+        for name, (owner, method) in _DECIDES.items():
+            if name in sys.modules and name not in self._followed and simulation is not None:
+                self._followed.add(name)
+                ends = self._end_of_lightnings_step if "lightning" in name else self._end_of_trainers_step
+                patch = wrapping(getattr(sys.modules[name], owner), method, ends)
+                self._patches.enter_context(simulation.patches.applied([patch]))
 
     def _checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._steps.over:
@@ -283,13 +289,25 @@ class AfterSteps:
         self, original: Callable[..., Any], callback: Any, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> Any:
         control = original(callback, args, state, control, **kwargs)
-        searches = self._searches and self._batches.vary()
-        if self._steps.over and not self._steps_to_come and not searches:
-            self._begin()
+        if self._at_end():
             control.should_evaluate = control.should_evaluate or args.eval_strategy != "no"
             control.should_save = control.should_save or args.save_strategy != "no"
             control.should_training_stop = True
         return control
+
+    def _end_of_lightnings_step(self, original: Callable[..., bool], loop: Any, *args: Any) -> bool:
+        """Validate after the steps, once; the epoch that ends then is not one that Lightning validates after."""
+        if original(loop, *args):
+            return True
+        validates = loop.trainer.enable_validation and not self._evaluating and self._at_end()
+        return bool(validates)
+
+    def _at_end(self) -> bool:
+        """Whether all steps are made, and none with a larger batch is to come."""
+        searches = self._searches and self._batches.vary()
+        if at_end := self._steps.over and not self._steps_to_come and not searches:
+            self._begin()
+        return at_end
 
 
 def _length(iterator: Any) -> int | None:
