@@ -345,6 +345,9 @@ def test_states_that_gpus_do_not_share(config: Callable[..., str]) -> None:
     entries = SMALL | KINDS["Qwen3-Next"][0]
     with pytest.raises(InputError, match="has 2 as its linear_num_key_heads: tp 4 does not divide them"):
         memsize.serve(config(**entries), tensor_parallel_size=4, **PLAIN)
+    # A model of Granite's hybrids without such layers names their sizes too: that 4 does not divide 2 is no obstacle.
+    attention = KINDS["Granite"][0] | {"layer_types": ["attention"] * 3, "mamba_expand": 2, "vocab_size": 256}
+    memsize.serve(config(**SMALL | attention), tensor_parallel_size=4, max_num_seqs=4, **PLAIN)
     convolutions = {
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",

@@ -25,7 +25,7 @@ _WIDTHS = (
     "moe_shared_expert_intermediate_size", "shared_intermediate_size",
 )  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_STATEFUL = ("linear", "mamba", "recurrent", "conv")
+_STATEFUL = ("linear", "mamba", "recurrent", "conv", "hybrid")
 """Words in the names of layers that keep a state."""
 _OF_STATES = (
     "linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "mamba_d_ssm", "mamba_expand",
@@ -291,10 +291,13 @@ def _divided_text(model: Any, tp: int, name: str) -> dict[str, object]:
         "vocab_size": _whole(-(-config.vocab_size // _PADDED) * _PADDED, tp, "padded tokens in its vocabulary", name),
         "pad_token_id": None,  # it may be in another card's part
     }
-    widths = {entry: entries[entry] for entry in (*_WIDTHS, *_OF_STATES) if entries.get(entry)}
+    # Some configs name the sizes of states that no layer has.
+    stateful = any(hasattr(module, "conv1d") for module in model.modules())
+    names, groups_of_states = (_OF_STATES, _GROUPS) if stateful else ((), ())
+    widths = {entry: entries[entry] for entry in (*_WIDTHS, *names) if entries.get(entry)}
     part |= {entry: _whole(width, tp, f"as its {entry}", name) for entry, width in widths.items()}
     # Where GPUs have fewer groups than there are GPUs, each has one (`extra_groups_for_head_shards`).
-    return part | {entry: max(entries[entry] // tp, 1) for entry in _GROUPS if entries.get(entry)}
+    return part | {entry: max(entries[entry] // tp, 1) for entry in groups_of_states if entries.get(entry)}
 
 
 def _reads_head_dim(model: Any) -> bool:
