@@ -397,11 +397,14 @@ def test_dropout_keeps_a_boolean_mask() -> None:
 
 
 def storages_made(
-    function: Callable[[Tensor], Any], tensor: Tensor, capability: tuple[int, int] = (8, 0)
+    function: Callable[[Tensor], Any],
+    tensor: Tensor,
+    capability: tuple[int, int] = (8, 0),
+    release: tuple[int, int] | None = None,
 ) -> list[tuple[str, int]]:
     """The storages that `function` makes of `tensor` under CUDA's semantics, by operator and bytes."""
     ledger = Ledger(tensor.device.type)
-    with ledger, cuda_semantics(stands_for={tensor.device.type}, capability=capability):
+    with ledger, cuda_semantics(stands_for={tensor.device.type}, capability=capability, release=release):
         ledger.enter(tensor, "input")
         function(tensor)
     made = [(each.op, each.bytes) for each in ledger.storages(frozenset())[1:] if each.bytes]
@@ -674,15 +677,22 @@ def test_the_first_flash_attention_packs_its_batch(
     assert made.count(2 * 2 * 4 * 16 * 64) == ones
 
 
-def test_the_state_of_efficient_attentions_random_numbers_is_on_the_host() -> None:
-    """Output 2·4·16·64, and sums for 32 rows instead of 16; no seed and no offset, which `meta` would have there."""
+@pytest.mark.parametrize(
+    ("release", "dropout", "states"), [((2, 13), 0.0, 0), ((2, 13), 0.1, 0), ((2, 14), 0.0, 2), ((2, 14), 0.1, 0)]
+)
+def test_the_state_of_efficient_attentions_random_numbers(
+    release: tuple[int, int], dropout: float, states: int
+) -> None:
+    """Output 2·4·16·64, and sums for 32 rows instead of 16. A seed and an offset, which `meta` would always have there,
+    are on the host, but since 2.14 without dropout.
+    """
 
     def attend(x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
 
-    made = storages_made(attend, meta(2, 4, 16, 64, grad=True))
+    made = storages_made(attend, meta(2, 4, 16, 64, grad=True), release=release)
     name = "_scaled_dot_product_efficient_attention"
-    assert made == [(name, 4 * 2 * 4 * 16 * 64), (name, 4 * 2 * 4 * 32)]
+    assert made == [(name, 4 * 2 * 4 * 16 * 64), (name, 4 * 2 * 4 * 32)] + [(name, 8)] * states
 
 
 @pytest.mark.parametrize("causal", [False, True])

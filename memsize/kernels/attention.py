@@ -32,6 +32,7 @@ from memsize.kernels.registry import Temporary, shape_rule, temporaries_of
 from memsize.kernels.semantics import current, simulated_release
 from memsize.kernels.strides import Shape, permuted
 from memsize.kernels.tensors import Tensor, are_floating, are_plain, empty, like, strided
+from memsize.spec import stack
 
 _aten = torch.ops.aten
 _CUDNN_DROPOUT = 8
@@ -86,21 +87,33 @@ def efficient_rows(length: int) -> int:
 
 @shape_rule("aten::_scaled_dot_product_efficient_attention")
 def _efficient_returns(
-    query: Any, key: Any, value: Any, bias: Any, keep_sums: bool, _dropout: float = 0.0, _causal: bool = False, *,
+    query: Any, key: Any, value: Any, bias: Any, keep_sums: bool, dropout: float = 0.0, _causal: bool = False, *,
     scale: float | None = None,
 ) -> Any:  # fmt: skip
     """Output by length; sums in float32 where backward needs them. The seed and the offset of the random numbers are on
-    the host, unless a CUDA graph is captured (cuda/attention.cu, "Seed and Offset Device"); `meta` says otherwise."""
+    the host, unless a CUDA graph is captured (cuda/attention.cu, "Seed and Offset Device"); `meta` says otherwise.
+    Without dropout they are zeros, since 2.14 on the GPU: `_efficient_attention_forward` in libtorch_cuda.so of 2.14.1
+    calls `at::zeros` twice with the query's options, 2.12's and 2.13's do not."""
     if torch.version.hip or not _fits(query, key, value) or not are_plain(bias):
         return NotImplemented
     batch, heads, length, _ = query.shape
     output = _by_length((batch, heads, length, value.shape[3]), query.dtype)
     sums = empty((batch, heads, efficient_rows(length) if keep_sums else 0), torch.float32)
+    if _zeros_states() and not dropout:
+        return output, sums, empty((), torch.int64), empty((), torch.int64)
     return output, sums, _on_host(), _on_host()
 
 
 def _on_host() -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+_ZEROED_SINCE: Final = (2, 14)
+
+
+def _zeros_states() -> bool:
+    simulated = simulated_release() or stack.release(torch.__version__)
+    return simulated is not None and simulated >= _ZEROED_SINCE
 
 
 @shape_rule("aten::_scaled_dot_product_efficient_attention_backward")
