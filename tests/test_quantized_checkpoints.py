@@ -105,6 +105,24 @@ def test_the_weights_are_as_the_checkpoint_stores_them(quantization: Any, of_a_w
         assert parameter_bytes(tmp_path, quantization) == REST + sum(of_a_weight(n, k) for n, k in SHAPES)
 
 
+@pytest.mark.parametrize(
+    ("quantization", "hides"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, False),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, False),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, False),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, True),  # the scales are no parameters
+        ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, True),  # int8 shows as bfloat16
+    ],
+)
+def test_only_wrappers_that_hide_their_parts_are_said_to_misreport(
+    quantization: Any, hides: bool, tmp_path: Path
+) -> None:
+    report = memsize.report(target(tmp_path, quantization), seq_len=16, scenarios="as-given")
+    assert ("wrapper-misreports" in [finding.code for finding in report.why()]) is hides
+    assert (report.tensors["reported_bytes"].sum() == report.tensors["bytes"].sum()) is not hides
+
+
 def test_fp8_blocks_are_those_of_transformers_own_layer(tmp_path: Path) -> None:
     from transformers.integrations.finegrained_fp8 import FP8Linear
 

@@ -61,7 +61,8 @@ class Layout:
     transposes. A `packed` layout takes the bias into the packed object too. `claims` is the dtype
     that the quantized weight shows to PyTorch: None for the dtype that it had. `kernel` says how its layers multiply
     (`memsize.precision.quantized.run_as`). `heads`: it converts the output layer of a transformers model too, and
-    `experts`: the 3-dimensional weights of its experts, whatever their class.
+    `experts`: the 3-dimensional weights of its experts, whatever their class. `separate`: the parts are parameters and
+    buffers of the layer, so that PyTorch lists each of them.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Layout:
     note: str = ""
     heads: bool = True
     experts: bool = False
+    separate: bool = False
 
     def bias(self, module: str, shape: Shape, dtype: str) -> Parts:
         """The parts that stand for a bias of a module of class `module`; nothing when the layout leaves biases alone.

@@ -168,7 +168,7 @@ def _fp8_parts(block: tuple[int, int] | None, scale: str, shape: Shape, dtype: s
 
 def _mxfp4(data: Mapping[str, Any]) -> Layout | None:
     """GPT-OSS: its experts alone are in MXFP4. With `dequantize` they are bfloat16 once they are loaded."""
-    layout = replace(LAYOUTS["mxfp4"], modules=(), converts="experts", kernel="quantized")
+    layout = replace(LAYOUTS["mxfp4"], modules=(), converts="experts", kernel="quantized", separate=True)
     return None if data.get("dequantize") else layout
 
 
@@ -183,7 +183,7 @@ def _compressed_tensors(data: Mapping[str, Any]) -> Layout | None:
     name = str(scheme.get("format") or data.get("format") or "")
     bits, group, strategy = int(weights["num_bits"]), int(weights.get("group_size") or -1), weights.get("strategy")
     if bits == 4 and weights["type"] == "float":
-        return replace(LAYOUTS["mxfp4" if "mxfp4" in name else "nvfp4"], kernel="quantized")
+        return replace(LAYOUTS["mxfp4" if "mxfp4" in name else "nvfp4"], kernel="quantized", separate=True)
     if strategy == "block":
         weight = partial(_fp8_parts, tuple(weights["block_structure"]), "float32")
     elif weights["type"] == "float" and strategy == "tensor":
@@ -212,7 +212,7 @@ def _packed_parts(bits: int, group: int, zeros: bool, keeps_shape: bool, shape: 
 def _modelopt(data: Mapping[str, Any]) -> Layout | None:
     algorithm = str(data.get("quant_algo") or data.get("quantization", {}).get("quant_algo", "FP8")).upper()
     if "NVFP4" in algorithm:
-        return replace(LAYOUTS["nvfp4"], kernel="quantized")
+        return replace(LAYOUTS["nvfp4"], kernel="quantized", separate=True)
     fp8 = _loaded("modelopt", "ModelOpt's FP8", "FP8 Linear", partial(_fp8_parts, None, "float32"))
     return fp8 if algorithm == "FP8" else None
 
@@ -227,7 +227,7 @@ def _torchao(data: Mapping[str, Any]) -> Layout | None:
 def _loaded(
     name: str, library: str, wrapper: str, weight: Callable[[Shape, str], Parts], experts: bool = False
 ) -> Layout:
-    return Layout(name, library, wrapper, weight, "quantized", experts=experts, heads=False)
+    return Layout(name, library, wrapper, weight, "quantized", experts=experts, heads=False, separate=True)
 
 
 _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Layout | None]]] = {

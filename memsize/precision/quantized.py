@@ -47,6 +47,7 @@ class Quantized:
     packed: bool = False
     claims: str | None = None
     note: str = ""
+    separate: bool = False
 
 
 def apply_layout(model: nn.Module, layout: Layout, skipped: tuple[str, ...] | None = None) -> Quantized:
@@ -73,7 +74,9 @@ def apply_layout(model: nn.Module, layout: Layout, skipped: tuple[str, ...] | No
         raise ScenarioError(f"{general}; this model has none{why}")
     _freeze(model, converted)
     run_as(layout.kernel, dict.fromkeys(module for module, _ in converted))
-    return Quantized(layout.name, replaced, left, layout.wrapper, layout.packed, layout.claims, note=layout.note)
+    return Quantized(
+        layout.name, replaced, left, layout.wrapper, layout.packed, layout.claims, layout.note, layout.separate
+    )
 
 
 ADAPTER: Final = "_memsize_adapter"
@@ -300,6 +303,7 @@ def _quantized_row(tensor: StoredTensor, parts: Parts, quantized: Quantized) -> 
     total = sum(part.bytes for part in (parts[1:] if shared else parts))
     spec = tensor.spec if quantized.claims is None or not _untied(parts) else parts[0].spec
     reported = tensor.reported_bytes if spec == tensor.spec else parts[0].bytes
+    reported = total if quantized.separate else reported
     return dataclasses.replace(
         tensor,
         kind="packed" if quantized.packed else tensor.kind,
