@@ -243,12 +243,18 @@ def waves(here: Path) -> None:
         torch.save(numpy.sin((numpy.arange(100) + starts) / 20.0), target)
 
 
-def coco(folder: str, size: tuple[int, int] = (480, 640), count: int = 16) -> Maker:
-    """Pictures with four boxes and their polygons each, as COCO of 2017 has them."""
+def coco(
+    folder: str,
+    size: tuple[int, int] = (480, 640),
+    count: int = 16,
+    parts: tuple[str, ...] = ("train2017", "val2017"),
+    described: str = "annotations/instances_{}.json",
+) -> Maker:
+    """Pictures with four boxes and their polygons each, as COCO of 2017 has them; `described` is the file of a part."""
 
     def make(here: Path) -> None:
         random = Random(0)
-        for part in ("train2017", "val2017"):
+        for part in parts:
             names = [f"{number:012d}.jpg" for number in range(count)]
             pictures(f"{folder}/{part}", count=count, size=size, name="{:012d}.jpg")(here)
             images = [
@@ -256,9 +262,9 @@ def coco(folder: str, size: tuple[int, int] = (480, 640), count: int = 16) -> Ma
                 for number, name in enumerate(names)
             ]
             objects = [_object(random, number, slot) for number in range(count) for slot in range(4)]
-            kinds = [{"id": number, "name": f"kind{number}"} for number in range(1, 91)]
+            kinds = [{"id": number, "name": f"kind{number}", "supercategory": "all"} for number in range(1, 91)]
             content = {"images": images, "annotations": objects, "categories": kinds, "info": {}, "licenses": []}
-            _write(here / folder / "annotations" / f"instances_{part}.json", json.dumps(content))
+            _write(here / folder / described.format(part), json.dumps(content))
 
     return make
 

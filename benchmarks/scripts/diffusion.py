@@ -72,6 +72,21 @@ def _preset(folder: str, id: str) -> Maker:
     return make
 
 
+def _clip_tokenizers(*folders: str) -> Maker:
+    def make(here: Path) -> None:
+        for folder in folders:
+            data.clip_tokenizer(here / folder)
+
+    return make
+
+
+def _photos(here: Path) -> None:
+    """Pictures with a caption each, in a folder whose name says how often each is shown."""
+    data.pictures("photos/10_dog", count=8, size=(1024, 1024))(here)
+    for number in range(8):
+        (here / f"photos/10_dog/{number}.txt").write_text("the of and to")
+
+
 def _cogvideox(folder: str) -> Maker:
     """CogVideoX-2b: a transformer of 30 blocks and an autoencoder of clips, whose other sizes are their defaults.
 
@@ -147,6 +162,23 @@ RECIPES = (
             data.captions("captioned", count=16),
         ),
         needs=(*_LORA, "datasets"),
+    ),
+    Recipe(  # with the releases that it asks for
+        "sd-scripts sdxl_lora",
+        "kohya-ss/sd-scripts",
+        ".",
+        "sdxl_train_network.py --pretrained_model_name_or_path sdxl --train_data_dir photos --output_dir out "
+        "--output_name mine --save_model_as safetensors --max_data_loader_n_workers 0 --mixed_precision bf16 "
+        "--gradient_checkpointing --cache_latents --cache_text_encoder_outputs --lr_scheduler constant "
+        "--max_train_epochs 1 --sdpa --resolution 1024 --network_module networks.lora --network_dim 32 "
+        "--network_alpha 16 --learning_rate 1e-4 --optimizer_type AdamW8bit --network_train_unet_only",
+        (
+            _preset("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
+            _clip_tokenizers("openai/clip-vit-large-patch14", "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k"),
+            _photos,
+        ),
+        needs=("diffusers", "accelerate", "bitsandbytes", "cv2", "voluptuous"),
+        options="--gpu 4090",
     ),
     Recipe(
         "diffusers cogvideox_lora",

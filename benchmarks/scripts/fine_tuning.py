@@ -119,6 +119,34 @@ RECIPES = (
         environment={"DISABLE_VERSION_CHECK": "1"},
     ),
     Recipe(
+        "llama-factory qlora_sft",
+        "hiyouga/LLaMA-Factory",
+        ".",
+        "src/train.py examples/train_qlora/qwen3_lora_sft_otfq.yaml gradient_accumulation_steps=1 "
+        "preprocessing_num_workers=1 dataloader_num_workers=0",
+        (
+            data.preset("Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Instruct-2507"),
+            data.tokenizer("Qwen/Qwen3-4B-Instruct-2507", chat=True),
+        ),
+        needs=("llamafactory", "transformers", "peft", "trl", "bitsandbytes"),
+        environment={"DISABLE_VERSION_CHECK": "1"},
+        options="--gpu 4090",
+    ),
+    Recipe(
+        "axolotl plano",
+        "axolotl-ai-cloud/axolotl",
+        "examples",
+        "-m axolotl.cli.train plano/plano-4b-qlora.yaml",
+        (
+            data.preset("Qwen/Qwen3-4B", "katanemo/Plano-Orchestrator-4B"),
+            data.tokenizer("katanemo/Plano-Orchestrator-4B", chat=True),
+            data.rows("fozziethebeat/alpaca_messages_2k_test/train.json", 2000, messages=data.chat),
+        ),
+        needs=("axolotl", "bitsandbytes", "peft", "trl", "cut_cross_entropy"),
+        environment={"AXOLOTL_DO_NOT_TRACK": "1"},
+        options="--gpu 4090",
+    ),
+    Recipe(
         "axolotl qlora",
         "axolotl-ai-cloud/axolotl",
         "examples",

@@ -47,6 +47,20 @@ def _minimind(here: Path) -> None:
     shutil.copytree(here / "model", here.parent / "model")
 
 
+_RF_DETR = """from rfdetr import RFDETRMedium
+
+model = RFDETRMedium(pretrain_weights=None)
+
+model.train(
+    dataset_dir="dataset",
+    epochs=100,
+    batch_size=4,
+    grad_accum_steps=4,
+    lr=1e-4,
+    output_dir="output",
+)
+"""
+"""The program of its pages on training, without the weights that it downloads."""
 _PICOTRON = {"hidden_size": 960, "intermediate_size": 2560, "num_attention_heads": 16, "num_key_value_heads": 4}
 _PICOTRON |= {"num_hidden_layers": 16, "vocab_size": 49152, "tie_word_embeddings": False}
 
@@ -240,6 +254,30 @@ RECIPES = (
         "--total_batch_size 4096 --flash 1",
         (data.shards("tokens.bin"),),
         needs=("tiktoken",),
+    ),
+    Recipe(  # with transformers 4.57
+        "rf-detr medium",
+        "roboflow/rf-detr",
+        ".",
+        "train.py",
+        (
+            data.file("train.py", _RF_DETR),
+            data.coco("dataset", parts=("train", "valid", "test"), described="{}/_annotations.coco.json"),
+            data.config("facebook/dinov2-small", "dinov2", hidden_size=384, num_attention_heads=6),
+        ),
+        needs=("transformers", "pycocotools", "supervision", "peft", "roboflow", "rf100vl"),
+        environment=_HERE,
+        options="--gpu 4090",
+    ),
+    Recipe(  # with LeRobot 0.4.4 from the package index, and transformers 4.57
+        "lerobot act",
+        "huggingface/lerobot",
+        "examples",
+        "-m lerobot.scripts.lerobot_train --dataset.repo_id=me/aloha --dataset.root=data --policy.push_to_hub=false "
+        "--policy.device=cuda --wandb.enable=false --output_dir=out --num_workers=0 --policy.type=act --batch_size=8",
+        (research_data.episodes("data"),),
+        needs=("lerobot", "datasets", "draccus", "gymnasium"),
+        options="--gpu 4090",
     ),
     *(
         Recipe(

@@ -141,6 +141,31 @@ def litgpt(folder: str, name: str) -> Maker:
     return make
 
 
+def episodes(folder: str, count: int = 2, frames: int = 60) -> Maker:
+    """Recordings of a robot with two arms and one camera, as LeRobot keeps them."""
+
+    def make(here: Path) -> None:
+        from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+        random = numpy.random.default_rng(0)
+        camera = {"dtype": "image", "shape": (480, 640, 3), "names": ["height", "width", "channel"]}
+        joints = {"dtype": "float32", "shape": (14,), "names": [f"joint{number}" for number in range(14)]}
+        features = {"observation.images.top": camera, "observation.state": joints, "action": joints}
+        recorded = LeRobotDataset.create("me/aloha", 50, features, root=here / folder, use_videos=False)
+        for _ in range(count):
+            for _ in range(frames):
+                frame = {
+                    "observation.images.top": random.integers(0, 256, (480, 640, 3), dtype=numpy.uint8),
+                    "observation.state": random.random(14, dtype=numpy.float32),
+                    "action": random.random(14, dtype=numpy.float32),
+                }
+                recorded.add_frame({**frame, "task": "the of and"})
+            recorded.save_episode()
+        recorded.finalize()
+
+    return make
+
+
 def imagenet(here: Path) -> None:
     """DINOv3's index of as many images as ImageNet has, all of them the same file."""
     import numpy as np

@@ -18,10 +18,10 @@ stopped after three optimizer steps.
     python -m benchmarks.scripts --sources FOLDER --page benchmarks/scripts/results.md
 
 CPU time is that of the whole process with its workers: imports and data loading are most of it. FOLDER holds a clone of
-each repository under its name. The recipes are in `benchmarks/scripts/recipes.py`. picotron and verl ran with
-transformers 4.57, open-r1 with the releases that it asks for, scripts that tokenize as GPT-2 does with its two files in
-TIKTOKEN_CACHE_DIR, and rows of torch 2.13 beside the usual torchvision and torchaudio, which do not load there. Ten
-scripts were [compared](../../docs/accuracy.md#scripts) with real steps.
+each repository under its name. The recipes are in `benchmarks/scripts/recipes.py`. picotron, verl, RF-DETR and LeRobot
+ran with transformers 4.57, open-r1 and sd-scripts with the releases that they ask for, scripts that tokenize as GPT-2
+does with its two files in TIKTOKEN_CACHE_DIR, and rows of torch 2.13 beside the usual torchvision and torchaudio, which
+do not load there. Ten scripts were [compared](../../docs/accuracy.md#scripts) with real steps.
 """
 
 
