@@ -1514,6 +1514,32 @@ def test_libraries_find_that_a_package_is_not_there(tmp_path: Path) -> None:
     assert any("xformers is not installed" in note for note in trace.notes)
 
 
+def test_selective_checkpointing_keeps_the_output_of_xformers(figures: Figures) -> None:
+    head = """
+import json, torch, xformers.profiler
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts as contexts
+from xformers.ops import AttentionBias, fmha
+mask = fmha.attn_bias.LowerTriangularMask()
+assert isinstance(mask, AttentionBias)
+assert fmha.flash.FwOp.OPERATOR == torch.ops.xformers_flash.flash_fwd
+x = torch.zeros(1, 1024, 16, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+def attend(x):
+    return fmha.memory_efficient_attention(x, x, x, attn_bias=mask).relu()
+def grown(policy):
+    before = torch.cuda.memory_allocated()
+    out = checkpoint(attend, x, use_reentrant=False, context_fn=lambda: contexts(policy))
+    after = torch.cuda.memory_allocated()
+    out.sum().backward()
+    return after - before
+"""
+    line = "print([grown([]), grown([torch.ops.xformers_flash.flash_fwd.default])])\n"
+    (plain, keeping), _ = figures(head, f"with xformers.profiler.profile():\n    {line}")
+    # The result of relu, 2 bytes for each of 1,024 × 16 × 64; beside it the output, a sum of 4 bytes for each row of
+    # each head, and the state of the random numbers, which takes a block of 512 bytes.
+    assert plain == 2 * MiB
+    assert keeping == plain + 2 * MiB + 4 * 1024 * 16 + 512 == 4_260_352
+
+
 # -- a server in the process that trains -------------------------------------------------------------------------------
 
 

@@ -101,7 +101,7 @@ _NO_KERNEL: Final = (
 
 _INSTALLED: Final = "bitsandbytes"
 """The simulated package that libraries find installed; it is noted once its layers or optimizers are made."""
-_WHOLE: Final = (_INSTALLED, "transformer_engine")
+_WHOLE: Final = (_INSTALLED, "transformer_engine", "xformers")
 """The simulated packages that import their own modules."""
 _INTEGRATION: Final = "transformers.integrations.bitsandbytes"
 """The module of transformers that imports bitsandbytes where it is there."""
@@ -195,6 +195,7 @@ class SimulatedPackages(MetaPathFinder):
             _HUB_OF_TRANSFORMERS: of_transformers,
             _INTEGRATION: integrated,
             _AUDIO: in_python,
+            "xformers.ops": xformers.operators,
         }
 
     def _hub_kernel(self, original: Callable[..., Any], repo_id: str, *args: Any, **options: Any) -> Any:

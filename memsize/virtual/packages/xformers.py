@@ -1,20 +1,31 @@
 """xformers' attention: flash_attn's in 16 bits, and a memory-efficient kernel, which PyTorch has too, otherwise.
 
-Source: xformers 0.0.32, `ops/fmha/__init__.py` and `dispatch.py` (which operator runs), `ops/fmha/attn_bias.py`.
+Its profiler records nothing.
+
+Source: xformers 0.0.32, `ops/fmha/__init__.py` and `dispatch.py` (which operator runs), `ops/fmha/attn_bias.py`,
+`ops/fmha/flash.py` (the operator's name), `profiler/__init__.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from memsize.processes.patches import Patch
 from memsize.virtual.packages.flash_attn import flash_attn_func
 
 
-class LowerTriangularMask:
+class AttentionBias:
+    """A mask of attention that is no tensor."""
+
+
+class LowerTriangularMask(AttentionBias):
     """The mask of causal attention, which is no tensor."""
 
 
@@ -43,10 +54,38 @@ def memory_efficient_attention(
     return out.transpose(1, 2)
 
 
-_OPS: Final = {"memory_efficient_attention": memory_efficient_attention, "LowerTriangularMask": LowerTriangularMask}
+class _Profiler:
+    def __init__(self, main_profiler: Any) -> None:
+        self.main_profiler = main_profiler
+
+
+@contextmanager
+def _profile(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+class _FlashForward:
+    OPERATOR: Final = torch.ops.memsize.flash_attention
+
+
+def operators(module: ModuleType) -> Iterator[Patch]:
+    """Let policies of selective checkpointing name the operator of xformers' attention: the one that is simulated."""
+    if getattr(module, "memory_efficient_attention", None) is memory_efficient_attention:
+        yield torch.ops, "xformers_flash", SimpleNamespace(flash_fwd=_FlashForward.OPERATOR)
+
+
+_BIASES: Final = {"AttentionBias": AttentionBias, "LowerTriangularMask": LowerTriangularMask}
+_OPS: Final = {"memory_efficient_attention": memory_efficient_attention, **_BIASES}
 MODULES: Final[dict[str, dict[str, Any]]] = {
     "xformers": {"__version__": "0.0.32"},
     "xformers.ops": _OPS,
     "xformers.ops.fmha": _OPS,
-    "xformers.ops.fmha.attn_bias": {"LowerTriangularMask": LowerTriangularMask},
+    "xformers.ops.fmha.attn_bias": _BIASES,
+    "xformers.ops.fmha.flash": {"FwOp": _FlashForward},
+    "xformers.profiler": {
+        "MemSnapshotsProfiler": _Profiler,
+        "PyTorchProfiler": _Profiler,
+        "profile": _profile,
+        "step": lambda: None,
+    },
 }
