@@ -915,6 +915,25 @@ _NEWER: Final = (
         "cudnn-9.1",
         "in the issue",
     ),
+    *(
+        Source(
+            f"budgets/{name}",
+            kind,
+            title,
+            "https://github.com/siddddd17/ackaudit, results/measured_backward; pytorch/pytorch#197838",
+            "T4",
+            "torch=2.14,cuda=13.0",
+            "allocated",
+            1,
+            "medium",
+            "the release of transformers; a T4 stands in for the GTX 1650, which has its compute capability",
+            script="experiments/measured_backward/run_d.py",
+        )
+        for name, kind, title in (
+            ("eager", "decoders, forward and backward", "a Llama with 32 layers of width 256"),
+            ("compiled", "compiled code", "a Llama of width 256, compiled with budgets for activations"),
+        )
+    ),
     Source(
         "video/ltx",
         "diffusion transformers, forward and backward",

@@ -26,6 +26,7 @@ RECIPES = {
     "compiled-torchao": "compiled_scripts",
     "torchtune": "compiled_scripts",
     "video": "video_checkpoints",
+    "budgets": "memory_budgets",
     "qwen-image": "image_codes",
     "layers": "image_codes",
     "pipelines": "quantized_pipelines",
