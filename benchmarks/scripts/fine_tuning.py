@@ -218,7 +218,7 @@ RECIPES = (
             data.tokenizer("EleutherAI/gpt-neox-20b"),
             data.tokenizer("HuggingFaceH4/zephyr-7b-beta", chat=True),
         ),
-        needs=("transformers",),
+        needs=("transformers", "mamba_ssm"),
         options="--gpu h100",
     ),
     Recipe(
