@@ -162,6 +162,26 @@ def test_a_parameter_that_a_function_saved_is_the_same_object_in_its_backward() 
     assert "saved_tensors" not in vars(torch.autograd.function.BackwardCFunction)
 
 
+class _Named(torch.autograd.Function):
+    """The identity, which remembers a name under the attribute that nodes have for their own, as lingua's probes do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.name = "probe"
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] - gradients[0].mean()
+
+
+def test_a_function_may_have_a_name_of_its_own() -> None:
+    with memsize.virtual_gpu("t4"):
+        x = torch.empty(8, device="cuda", requires_grad=True)
+        _Named.apply(x).sum().backward()
+        assert x.grad is not None
+
+
 # input_buffer.cpp `accumulate`: the sum so far and one more gradient; where somebody keeps the first, the sum is new.
 @pytest.mark.parametrize(("use", "alive"), [(lambda x: x * 3.0, 2), (_Keeping.apply, 6)])
 def test_gradients_that_meet_are_summed_in_place_if_nobody_keeps_them(use: Callable[[Any], Any], alive: int) -> None:

@@ -164,7 +164,7 @@ def _is_new_gradient(tensor: Tensor) -> bool:
     owner then (accumulate_grad.h). Known limit: a hook that keeps the gradient, for which it is copied, is not seen.
     """
     node: Any = torch._C._current_autograd_node()
-    if node is None or torch.is_grad_enabled() or node.name() != _ACCUMULATE:
+    if node is None or torch.is_grad_enabled() or type(node).name(node) != _ACCUMULATE:
         return False
     is_first = node.variable.grad is None
     return bool(is_first and tensor._indices().is_contiguous() and tensor._values().is_contiguous())

@@ -60,7 +60,8 @@ def is_written_in_place(in_place: InPlace, args: Any) -> bool:
     if node is None:
         return False
     if in_place.nodes:
-        return node.name() in in_place.nodes and (not in_place.owns or _owners(args) == owners_of_sum())
+        name = type(node).name(node)  # a function of the program may have an attribute `name`
+        return name in in_place.nodes and (not in_place.owns or _owners(args) == owners_of_sum())
     if len(args) != 2 or not all(isinstance(operand, Tensor) for operand in args):
         return False
     fits = args[0].shape == args[1].shape and args[0].dtype is args[1].dtype and args[0].layout is torch.strided
