@@ -279,6 +279,16 @@ RECIPES = (
         needs=("lerobot", "datasets", "draccus", "gymnasium"),
         options="--gpu 4090",
     ),
+    Recipe(
+        "lingua debug",
+        "facebookresearch/lingua",
+        ".",
+        "-m apps.main.train config=apps/main/configs/debug.yaml dump_dir=dump distributed.compile=false",
+        (data.rows("data/shuffled/dclm_baseline_1.0/dclm_baseline_1.0.chunk.00.jsonl", 4000, text=research_data.page),),
+        needs=("omegaconf", "viztracer", "wandb", "tiktoken", "sentencepiece"),
+        environment={**_HERE, "WANDB_MODE": "offline"},
+        options="--gpu h100",
+    ),
     *(
         Recipe(
             f"minimind {name}",
