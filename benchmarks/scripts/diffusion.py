@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 from benchmarks.scripts import data
@@ -85,6 +87,48 @@ def _photos(here: Path) -> None:
     data.pictures("photos/10_dog", count=8, size=(1024, 1024))(here)
     for number in range(8):
         (here / f"photos/10_dog/{number}.txt").write_text("the of and to")
+
+
+def _flux_files(here: Path) -> None:
+    """FLUX.1-dev in four files of zeros, under the names that sd-scripts' own models have, and its tokenizers."""
+    import sentencepiece
+    import torch
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    from memsize.loading.presets import presets
+    from memsize.virtual.hub_weights import file_tensors, write_weights
+
+    sys.path.insert(0, str(here))
+    flux_models = importlib.import_module("library.flux_models")
+
+    sizes, parts = flux_models.configs["dev"], presets()["black-forest-labs/FLUX.1-dev"].parts
+    clip, t5 = (
+        {key: value for key, value in parts[part].items() if not key.startswith("_")}
+        for part in ("text_encoder", "text_encoder_2")
+    )
+    with torch.device("meta"):
+        built = {
+            "flux1-dev": (flux_models.Flux(sizes.params), torch.bfloat16),
+            "ae": (flux_models.AutoEncoder(sizes.ae_params), torch.float32),
+            "clip_l": (CLIPTextModel(CLIPTextConfig(**clip)), torch.float16),
+            "t5xxl": (T5EncoderModel(T5Config(**t5)), torch.float16),
+        }
+        (here / "models").mkdir()
+        for name, (model, dtype) in built.items():
+            write_weights(here / f"models/{name}.safetensors", file_tensors(model, dtype))
+    data.clip_tokenizer(here / "openai/clip-vit-large-patch14")
+    data.file("google/t5-v1_1-xxl/tokenizer_config.json", '{"tokenizer_class": "T5Tokenizer"}')(here)
+    data.file("words.txt", "\n".join([" ".join(data.WORDS)] * 50))(here)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(here / "words.txt"),
+        model_prefix=str(here / "google/t5-v1_1-xxl/spiece"),
+        vocab_size=60,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+    )
 
 
 def _cogvideox(folder: str) -> Maker:
@@ -178,6 +222,22 @@ RECIPES = (
             _photos,
         ),
         needs=("diffusers", "accelerate", "bitsandbytes", "cv2", "voluptuous"),
+        options="--gpu 4090",
+    ),
+    Recipe(  # with the releases that it asks for
+        "sd-scripts flux_lora",
+        "kohya-ss/sd-scripts",
+        ".",
+        "flux_train_network.py --pretrained_model_name_or_path models/flux1-dev.safetensors "
+        "--clip_l models/clip_l.safetensors --t5xxl models/t5xxl.safetensors --ae models/ae.safetensors "
+        "--train_data_dir photos --output_dir out --output_name mine --save_model_as safetensors "
+        "--max_data_loader_n_workers 0 --mixed_precision bf16 --gradient_checkpointing --cache_latents "
+        "--cache_text_encoder_outputs --lr_scheduler constant --max_train_epochs 1 --sdpa --resolution 1024 "
+        "--network_module networks.lora_flux --network_dim 16 --network_alpha 1 --learning_rate 1e-4 "
+        "--optimizer_type AdamW8bit --network_train_unet_only --timestep_sampling sigmoid "
+        "--model_prediction_type raw --guidance_scale 1.0 --fp8_base --train_batch_size 1 --blocks_to_swap 16",
+        (_photos, _flux_files),
+        needs=("diffusers", "accelerate", "bitsandbytes", "cv2", "voluptuous", "sentencepiece"),
         options="--gpu 4090",
     ),
     Recipe(
