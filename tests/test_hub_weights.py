@@ -42,6 +42,12 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts write their folders there."""
+    monkeypatch.chdir(tmp_path)
+
+
 def ran(folder: Path, text: str) -> ProgramRun:
     script = folder / "train.py"
     script.write_text(textwrap.dedent(text), encoding="utf-8")
@@ -89,6 +95,34 @@ def test_a_dtype_may_be_a_name(tmp_path: Path) -> None:
     )
     assert run.failure is None
     assert 2 * 512 * 64 in [storage.bytes for storage in run.trace.storages]
+
+
+def test_a_constructor_may_read_what_is_not_a_weight(tmp_path: Path) -> None:
+    """transformers 5 makes `linspace` on the CPU for that, release 4 every buffer. A weight has 4 × 512 × 64 bytes."""
+    run = ran(
+        tmp_path,
+        """
+        import torch
+        from transformers import BertConfig, PreTrainedModel
+
+        class Net(PreTrainedModel):
+            config_class = BertConfig
+
+            def __init__(self, config):
+                super().__init__(config)
+                self.rates = torch.linspace(0, 0.5, 3).tolist()
+                self.layer = torch.nn.Linear(64, 512)
+                self.small = torch.nn.Linear(2, 2)
+                self.post_init()
+
+        BertConfig().save_pretrained("tiny")
+        before = torch.get_rng_state()
+        assert Net.from_pretrained("tiny", dtype=torch.float32).cuda().rates == [0, 0.25, 0.5]
+        assert torch.equal(torch.get_rng_state(), before)  # nothing is drawn for weights that are read
+        """,
+    )
+    assert run.failure is None
+    assert 4 * 512 * 64 in [storage.bytes for storage in run.trace.storages]
 
 
 def test_nothing_is_uploaded(tmp_path: Path) -> None:

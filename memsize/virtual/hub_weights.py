@@ -24,11 +24,12 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from memsize.loading.weightless import Weightless
 from memsize.precision.layouts import BLOCK
 from memsize.precision.quantization_config import CheckpointQuantization, read_quantization_config
 from memsize.precision.quantized import apply_layout
@@ -101,8 +102,8 @@ class HubWeights:
         quantization = read_quantization_config(stored)
         if stored and quantization is None:
             return original(cls, name, *args, **options)
-        with self._ledger.absently(), torch.device("meta"):
-            tensors = file_tensors(cls(config), _dtype_of(config), quantization)
+        with self._ledger.absently():
+            tensors = file_tensors(_skeleton(cls, config), _dtype_of(config), quantization)
         folder = self._folder_of(name, tensors, _FILES[0])
         config.save_pretrained(folder)
         loaded = original(cls, folder, **{key: value for key, value in options.items() if key not in _PLACE})
@@ -151,6 +152,18 @@ def _without_weights(original: Callable[..., Any], *args: Any, **options: Any) -
 
 def _classmethod(owner: Any, function: Callable[..., Any]) -> Patch:
     return owner, "from_pretrained", classmethod(calling(function, vars(owner)["from_pretrained"].__func__))
+
+
+def _skeleton(cls: Any, config: Any) -> nn.Module:
+    """The model without the memory of its weights. A constructor may read a value of what is none: transformers 5 makes
+    `linspace` on the CPU for that (`meta_device_safe_creation_ops`), 4 every buffer (`init_empty_weights`).
+    """
+    try:
+        with torch.device("meta"):
+            return cast(nn.Module, cls(config))
+    except RuntimeError:
+        with torch.device("cpu"), torch.random.fork_rng(devices=()), Weightless():
+            return cast(nn.Module, cls(config))
 
 
 def _config_of(cls: Any, name: str, options: dict[str, Any]) -> Any:
