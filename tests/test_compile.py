@@ -899,6 +899,30 @@ def test_a_compiled_triton_kernel_writes_to_buffers_of_its_operator() -> None:
     assert [s.op for s in trace.storages if s.role == "activation" and s.bytes == 32 * 64 * 4] == ["randn", "empty"]
 
 
+@pytest.mark.parametrize(("stack", "most"), [("torch=2.4", 16 + 32), ("torch=2.5", 16)])
+def test_until_2_4_the_gradient_of_a_loss_starts_as_a_tensor_of_zeros(stack: str, most: int) -> None:
+    """Of 1024 × 8192 logits, which take 16 MiB; in float32, as the gradient of what `nll_loss` takes, 32. A compiled
+    function that another calls is part of its graph."""
+    with memsize.virtual_gpu("a100", stack=stack):
+
+        @torch.compile(fullgraph=True)
+        def capped(logits: Tensor) -> Tensor:
+            return torch.tanh(logits / 30) * 30
+
+        @torch.compile(fullgraph=True)
+        def loss_of(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(capped(x @ weight.T).float(), targets)
+
+        x, weight = (torch.randn(size, 64, dtype=torch.bfloat16, device="cuda") for size in (1024, 8192))
+        targets = torch.zeros(1024, dtype=torch.int64, device="cuda")
+        loss = loss_of(x, weight.requires_grad_(), targets)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss.backward()
+        assert (torch.cuda.max_memory_allocated() - before) // 2**20 == most
+    torch.compiler.reset()
+
+
 DESCRIBED = """
 import torch, triton
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -982,7 +1006,11 @@ SINCE_2_6 = {
 
 @pytest.mark.parametrize(
     ("stack", "largest", "lacking"),
-    [("torch=2.9", 2 * 16 + 2 * 4, LATER), ("torch=2.5", 3 * 16 + 4, LATER | SINCE_2_6)],
+    [
+        ("torch=2.9", 2 * 16 + 2 * 4, LATER),
+        ("torch=2.5", 3 * 16 + 4, LATER | SINCE_2_6),
+        ("torch=2.4", 3 * 16 + 4, LATER | SINCE_2_6 | {"optimize_scatter_upon_const_tensor"}),
+    ],
 )
 def test_a_release_does_only_what_it_does_yet(stack: str, largest: int, lacking: set[str]) -> None:
     """x, the product and its gradient have 16 MiB each, the weight and its gradient 4. From 2.6 on the gradient of the

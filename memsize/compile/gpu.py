@@ -371,6 +371,7 @@ def _hint(size: Any) -> int:
 
 
 SINCE: Final[dict[Release, tuple[tuple[Any, str], ...]]] = {
+    (2, 5): ((inductor, "optimize_scatter_upon_const_tensor"),),
     (2, 6): ((inductor, "reorder_for_peak_memory"), (functorch, "donated_buffer")),
     (2, 7): ((inductor, "inplace_padding"), (inductor, "online_softmax")),
     (2, 8): ((inductor, "triton.coalesce_tiling_analysis"), (functorch, "treat_parameters_as_free_to_save")),

@@ -82,6 +82,7 @@ class Compilation:
                 compiled.append(make(function, options))
             return compiled[0](*args, **kwargs)
 
+        called.__dict__["_torchdynamo_inline"] = function  # which other compiled code calls in its own graph
         return called
 
     def _as_written(self, model: Any, options: dict[str, Any]) -> Any:
