@@ -44,9 +44,10 @@ CLONES: Final = {
     "https://github.com/pytorch/ao": "MEMSIZE_TORCHAO",
     "https://github.com/openai/parameter-golf": "MEMSIZE_PARAMETER_GOLF",
     "https://github.com/pytorch/torchtune": "MEMSIZE_TORCHTUNE",
+    "https://github.com/apple/ml-cross-entropy": "MEMSIZE_CCE",
 }
 """Repositories, and the variables that name a clone at hand instead."""
-LITGPT, PEFT, BOOK, TORCHAO, PARAMETER_GOLF, TORCHTUNE = CLONES
+LITGPT, PEFT, BOOK, TORCHAO, PARAMETER_GOLF, TORCHTUNE, CCE = CLONES
 _LIGHTNING: Final = (
     "lightning==2.5.5",
     "pytorch-lightning==2.5.5",
@@ -164,6 +165,14 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
             TORCHTUNE,
             "1814feb17",
             ("torchtune", "recipes"),
+            False,
+        ),
+        Environment(
+            "cce-d42911f9",
+            ("triton==3.7.0",),
+            CCE,
+            "d42911f9b1a1f98289bb601c35c8151562603d74",
+            ("cut_cross_entropy",),
             False,
         ),
         *(

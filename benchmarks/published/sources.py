@@ -934,6 +934,27 @@ _NEWER: Final = (
             ("compiled", "compiled code", "a Llama of width 256, compiled with budgets for activations"),
         )
     ),
+    *(
+        Source(
+            f"head/{name}",
+            kind,
+            f"Gemma 2's head and loss, {title}",
+            "https://arxiv.org/abs/2411.09009, table 1",
+            "A100 80GB",
+            "torch=2.4,cuda=12.4",
+            "allocated",
+            MiB,
+            "high",
+            "",
+            environment,
+            "https://github.com/apple/ml-cross-entropy, benchmark",
+        )
+        for name, kind, title, environment in (
+            ("eager", "losses of language models", "uncompiled", None),
+            ("compiled", "compiled code", "compiled", None),
+            ("cce", "losses of language models", "by Cut Cross-Entropy", "cce-d42911f9"),
+        )
+    ),
     Source(
         "video/ltx",
         "diffusion transformers, forward and backward",

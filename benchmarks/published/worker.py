@@ -27,6 +27,7 @@ RECIPES = {
     "torchtune": "compiled_scripts",
     "video": "video_checkpoints",
     "budgets": "memory_budgets",
+    "head": "head_losses",
     "qwen-image": "image_codes",
     "layers": "image_codes",
     "pipelines": "quantized_pipelines",

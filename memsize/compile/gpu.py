@@ -6,7 +6,8 @@ scheduler and wrapper run unchanged; only the bodies of kernels, which need Trit
 Source: torch/_inductor/codegen/common.py (`register_backend_for_device`), codegen/simd.py (`codegen_node_schedule`),
 codegen/triton.py (`TritonKernel.call_kernel`), codegen/triton_split_scan.py, codegen/wrapper.py, torch/_dynamo/
 device_interface.py. Of products that are padded: fx_passes/pad_mm.py (`can_pad`, `is_mm_compute_bound`, `should_pad`).
-Of switches: torch/_inductor/config.py and torch/_functorch/config.py of PyTorch 2.4 to 2.14. Of methods that need a
+Of switches: torch/_inductor/config.py and torch/_functorch/config.py of PyTorch 2.4 to 2.14, and pull request 129043 of
+June 2024. Of methods that need a
 driver: torch/csrc/autograd/python_variable_indexing.cpp (`THPVariable_getitem`), tools/autograd/templates/
 python_variable_methods.cpp.
 """
