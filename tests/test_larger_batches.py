@@ -36,6 +36,8 @@ LOOP = """
 """
 ACCELERATE = """
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    AcceleratorState._reset_state(True)  # another test of this process may have taken the CPU
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in range(3):
@@ -45,8 +47,10 @@ ACCELERATE = """
             optimizer.zero_grad()
 """
 TRAINER = """
+    from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
+    AcceleratorState._reset_state(True)
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
