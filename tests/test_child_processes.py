@@ -94,6 +94,18 @@ def test_the_failure_of_a_process_is_reported(folder: Path, code: str, failure: 
     assert ("run-nothing-on-gpu" in {finding.code for finding in answer.findings}) != ("torch" in code)
 
 
+def test_a_script_that_replaces_itself_is_followed(folder: Path) -> None:
+    """As `axolotl train` does, by `accelerate launch`: 64 × 1024 × 1024 × 4 B are 256 MiB. Then nothing more runs."""
+    (folder / "child.py").write_text(CHILD, encoding="utf-8")
+    answer = run(
+        folder,
+        "os.execvpe(sys.executable, [sys.executable, 'child.py'], os.environ)\nopen('more.txt', 'w').close()\n",
+    )
+    (child,) = answer.children
+    assert child.reserved == 256 * MiB and answer.failure is None
+    assert not Path("more.txt").exists()
+
+
 TORCHVISION = """
 import torch
 torch.ops.load_library("torchvision/_C.so")

@@ -136,6 +136,8 @@ class ChildProcesses:
         self.settings = settings
         self._folder = Path()
         self._is_open = False
+        self._main: int | None = None
+        """The process that reports on the run, where this is it or a fork of it."""
         self._started: list[_Started] = []
         self._by_popen = WeakKeyDictionary[subprocess.Popen[Any], _Started]()
         """Weakly, as pipes to a process close when the program lets go of it."""
@@ -154,6 +156,7 @@ class ChildProcesses:
         with TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True) as temporary:
             self._folder, self._is_open = folder or Path(temporary).resolve(), True
             if folder is None:
+                self._main = os.getpid()
                 for name in ("bin", "results", "new", "tmp"):
                     (self._folder / name).mkdir()
                 package = str(Path(__file__).parents[3])
@@ -303,6 +306,8 @@ class ChildProcesses:
         return [str(self._folder), *filter(os.path.isdir, self._guard.new)]
 
     def _replacing(self, original: Callable[..., Any], path: Any, args: Sequence[Any], *env: Any) -> Any:
+        if os.getpid() == self._main:  # which has yet to report: it waits for the program and ends as that does
+            raise SystemExit(subprocess.call(args, executable=path, env=env[0] if env else None))
         self.announce()
         is_python = runs_python(os.fsdecode(path), [*map(os.fsdecode, args)])
         if self._is_limited and not is_python and os.access(path, os.X_OK):  # rights that are given up are gone
