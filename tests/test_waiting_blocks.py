@@ -15,7 +15,7 @@ SETUP = """
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    args = argparse.Namespace(evaluate_every=500, evaluate=False, epochs=3)
+    args = argparse.Namespace(evaluate_every=500, eval_steps=250, evaluate=False, epochs=3)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 2000)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     train = DataLoader(TensorDataset(torch.randn(32 * 4000, 64)), batch_size=32)
@@ -83,6 +83,7 @@ def ran(folder: Path, loop: str, **options: bool) -> ProgramRun:
     [
         (OF_LOADER, "step and step % 500 == 0", "step = 500"),
         (OF_LOADER, "(step + 1) % args.evaluate_every == 0", "step = 499"),
+        (OF_LOADER, "step > 3 and step % args.eval_steps == 0", "step = 250"),
         (COUNTED, "step % args.evaluate_every == 0 and step > 700", "step = 1000"),
         (WHILE, "step % args.evaluate_every == 0", "step = 500"),
         (WHILE, "step in (200, 900)", "step = 200"),

@@ -148,7 +148,7 @@ def _within(
         called = (_name(call.func) for part in node.body for call in ast.walk(part) if isinstance(call, ast.Call))
         evaluates = start > (node.test.end_lineno or start) and any(map(_EVALUATES_OR_SAVES.search, called))
         breaks = any(isinstance(part, ast.Break) for part in node.body)
-        counted = tuple(name for name in dict.fromkeys(map(ast.unparse, _values(node.test))) if name in counters)
+        counted = tuple(name for name in _names(node.test) if name in counters)
         if counted and (evaluates or breaks):
             yield Block(file, start, node.test, loops, counted, evaluates, breaks)
     for child in ast.iter_child_nodes(node):
@@ -169,8 +169,10 @@ def _counters(tree: ast.Module) -> frozenset[str]:
     return frozenset(counted)
 
 
-def _values(test: ast.expr) -> Iterator[ast.expr]:
-    return (part for part in ast.walk(test) if isinstance(part, ast.Name | ast.Attribute))
+def _names(test: ast.expr) -> list[str]:
+    """The variables and attributes that an expression reads, each once."""
+    values = (part for part in ast.walk(test) if isinstance(part, ast.Name | ast.Attribute))
+    return list(dict.fromkeys(map(ast.unparse, values)))
 
 
 def _name(function: ast.expr) -> str:
@@ -206,7 +208,7 @@ def _comes_true(block: Block, names: dict[str, Any]) -> tuple[str, int, int] | N
 
 def _candidates(test: ast.expr, counter: str, now: int, names: dict[str, Any]) -> list[int]:
     """Values above `now`, at which a comparison with the other numbers of `test` may change."""
-    parts = [part for part in ast.walk(test) if isinstance(part, ast.expr) and counter not in ast.unparse(part)]
+    parts = [part for part in ast.walk(test) if isinstance(part, ast.expr) and counter not in _names(part)]
     values = {value for part in parts if type(value := _evaluated(part, names)) is int and 0 < value <= _FARTHEST}
     values |= {lcm(*pair) for pair in combinations(sorted(values)[-4:], 2)}
     exact = {multiple * value for value in values for multiple in (1, now // value + 1, now // value + 2)}
@@ -218,7 +220,7 @@ def _reached(block: Block, counter: str, value: int, names: dict[str, Any]) -> b
     """Whether the loops around a block let its counter come to this value, as far as they say."""
     for loop in block.loops:
         if isinstance(loop, ast.While):
-            if counter in map(ast.unparse, _values(loop.test)):
+            if counter in _names(loop.test):
                 more = _Later(counter).visit(ast.parse(ast.unparse(loop.test), mode="eval").body)
                 return _evaluated(more, {**names, _LATER: value - 1}) is not False
         elif counter in {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}:
