@@ -899,28 +899,34 @@ def test_a_compiled_triton_kernel_writes_to_buffers_of_its_operator() -> None:
     assert [s.op for s in trace.storages if s.role == "activation" and s.bytes == 32 * 64 * 4] == ["randn", "empty"]
 
 
+LOSS = """
+import torch
+from torch.nn.functional import cross_entropy
+
+@torch.compile(fullgraph=True)
+def capped(logits):
+    return torch.tanh(logits / 30) * 30
+
+@torch.compile(fullgraph=True)
+def loss_of(x, weight, targets):
+    return cross_entropy(capped(x @ weight.T).float(), targets)
+
+x, weight = (torch.randn(size, 64, dtype=torch.bfloat16, device="cuda") for size in (1024, 8192))
+loss = loss_of(x, weight.requires_grad_(), torch.zeros(1024, dtype=torch.int64, device="cuda"))
+torch.cuda.reset_peak_memory_stats()
+before = torch.cuda.memory_allocated()
+loss.backward()
+assert (torch.cuda.max_memory_allocated() - before) // 2**20 == {}
+"""
+
+
 @pytest.mark.parametrize(("stack", "most"), [("torch=2.4", 16 + 32), ("torch=2.5", 16)])
 def test_until_2_4_the_gradient_of_a_loss_starts_as_a_tensor_of_zeros(stack: str, most: int) -> None:
     """Of 1024 × 8192 logits, which take 16 MiB; in float32, as the gradient of what `nll_loss` takes, 32. A compiled
     function that another calls is part of its graph."""
-    with memsize.virtual_gpu("a100", stack=stack):
-
-        @torch.compile(fullgraph=True)
-        def capped(logits: Tensor) -> Tensor:
-            return torch.tanh(logits / 30) * 30
-
-        @torch.compile(fullgraph=True)
-        def loss_of(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-            return F.cross_entropy(capped(x @ weight.T).float(), targets)
-
-        x, weight = (torch.randn(size, 64, dtype=torch.bfloat16, device="cuda") for size in (1024, 8192))
-        targets = torch.zeros(1024, dtype=torch.int64, device="cuda")
-        loss = loss_of(x, weight.requires_grad_(), targets)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        loss.backward()
-        assert (torch.cuda.max_memory_allocated() - before) // 2**20 == most
-    torch.compiler.reset()
+    run_script(LOSS.format(most), stack=stack)
+    with pytest.raises(memsize.MemsizeError):
+        run_script(LOSS.format(most + 1), stack=stack)
 
 
 DESCRIBED = """
