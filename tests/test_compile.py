@@ -929,6 +929,30 @@ def test_until_2_4_the_gradient_of_a_loss_starts_as_a_tensor_of_zeros(stack: str
         run_script(LOSS.format(most + 1), stack=stack)
 
 
+MULTIPLIED = """
+import torch
+import math as {name}
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.relu(self.body(x)) * {name}.pi
+
+model = torch.compile(nn.Sequential(Block(), Block()).cuda())
+model(torch.randn(8, 64, device="cuda")).sum().backward()
+"""
+
+
+def test_a_second_script_of_a_process_is_compiled_with_its_own_globals() -> None:
+    """The frame is that of `nn.Sequential`, which both share; Dynamo reads the block's globals in `__main__`."""
+    first, second = (run_script(MULTIPLIED.format(name=name)) for name in ("one", "other"))
+    assert [event.delta for event in first.events] == [event.delta for event in second.events]
+
+
 DESCRIBED = """
 import torch, triton
 from triton.tools.tensor_descriptor import TensorDescriptor

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,7 +21,7 @@ from typing import Any, Final, cast
 
 import torch
 import torch._dynamo as dynamo
-from torch._dynamo import compiled_autograd, convert_frame, device_interface, trace_rules
+from torch._dynamo import compiled_autograd, convert_frame, device_interface, symbolic_convert, trace_rules
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.external_utils import wrap_inline
@@ -92,6 +93,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
         wrapping(Interpreter, "call_method", _call_on_stand_ins),
         wrapping(UnspecializedNNModuleVariable, "call_function", _inlined),
         wrapping(OptimizerVariable, "call_method", _grouped),
+        wrapping(symbolic_convert.InstructionTranslatorBase, "import_source", _imported),
         wrapping(torch._TorchCompileInductorWrapper, "__call__", _compiled, compiler),
         wrapping(dynamo, "optimize", _optimized),
         wrapping(torch._C._autograd, "_saved_tensors_hooks_disable", _disabled_for_others),
@@ -268,6 +270,22 @@ def _compiled(
 
 def _optimized(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return original(*args, **{**options, "guard_filter_fn": _guarded_by(options.get("guard_filter_fn"))})
+
+
+def _imported(original: Callable[..., Any], translator: Any, module: str) -> Any:
+    """Dynamo imports the module of a function once in a process, where several scripts may be run as `__main__`."""
+    if module == "__main__":
+        main = sys.modules[module]
+        importing: Any = getattr(symbolic_convert, "_import_module", None)
+        if hasattr(importing, "cache_clear") and importing(module) is not main:
+            importing.cache_clear()
+        if translator.output.global_scope.get(_ALIAS, main) is not main:
+            del translator.output.global_scope[_ALIAS]
+    return original(translator, module)
+
+
+_ALIAS: Final = "__import___main__"
+"""The global of compiled code that has that module (`import_source` of torch/_dynamo/symbolic_convert.py)."""
 
 
 def _disabled_for_others(original: Callable[..., None], message: str, *_: bool) -> None:
