@@ -19,7 +19,7 @@ SETUP = """
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 2000)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     train = DataLoader(TensorDataset(torch.randn(32 * 4000, 64)), batch_size=32)
-    step, best, other = 0, 0, 5
+    step, best, other, loss = 0, 0, 5, torch.ones(1000, 1000, device='cuda').mean()
 
     def batch(size):
         return torch.randn(size, 64, device="cuda")
@@ -111,6 +111,7 @@ def test_an_evaluation_that_waits_for_a_later_step_runs_after_the_third(
         (COUNTED, "step == 10_000"),
         (WHILE, "step % 20_000 == 0"),
         (COUNTED, "model(batch(1)).sum() > 2 and step % 500 == 499"),  # nobody may run this once more
+        (COUNTED, "loss < 2 and step % 500 == 499"),  # nor compare what is on the GPU
         (COUNTED, "best > 2"),
         (COUNTED, "missing % 500 == step"),
     ],

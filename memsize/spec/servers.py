@@ -82,12 +82,12 @@ _CHECKPOINTED: Final = 64
 """The tokens between the states that FlashInfer's kernel returns (`FLASHINFER_GDN_CHECKPOINT_ALIGNMENT`)."""
 
 
-def _kept_each(kind: ServedKind, _card: Card) -> StateBlocks:
+def _states_in_each_block(kind: ServedKind, _card: Card) -> StateBlocks:
     """With prefixes: Mamba's states in each block of a request, others in the last two."""
     return StateBlocks(0 if kind.states in ("Mamba", "Mamba-2") else 2)
 
 
-def _kept_last(*, mamba_2: bool = False, delta: bool = False) -> Callable[[ServedKind, Card], StateBlocks]:
+def _states_in_last_blocks(*, mamba_2: bool = False, delta: bool = False) -> Callable[[ServedKind, Card], StateBlocks]:
     """With prefixes: states in the last two blocks of a request, and one more where the middle of a prompt is exported:
     by `mamba_2`, and by `delta` nets that FlashInfer reads (`_resolve_gdn_prefill_backend`).
     """
@@ -205,7 +205,7 @@ _VLLM: Final = (
         (0, 26, 0),
         "config/vllm.py `max_in_flight_tokens`, v1/kv_cache_interface.py (issue 49878): two steps are in flight; "
         "config/model.py `is_prefix_caching_supported`, models/config.py `MambaModelConfig`: prefixes of hybrids",
-        {"in_flight": 2, "states": _kept_each},
+        {"in_flight": 2, "states": _states_in_each_block},
     ),
     Change(
         (0, 27, 0),
@@ -215,16 +215,18 @@ _VLLM: Final = (
     Change(
         (0, 28, 0),
         "engine/arg_utils.py: cards of 160 GiB; models/config.py `MambaModelConfig`: no states in each block",
-        {"choose": _by_size(0.92, largest=16_384), "states": _kept_last()},
+        {"choose": _by_size(0.92, largest=16_384), "states": _states_in_last_blocks()},
     ),
     Change((0, 29, 0), "config/vllm.py `use_v2_model_runner`: each model", {"second": lambda _: True}),
     Change(
-        (0, 32, 0), "layers/mamba/mamba_mixer2.py `num_prefill_checkpoint_blocks`", {"states": _kept_last(mamba_2=True)}
+        (0, 32, 0),
+        "layers/mamba/mamba_mixer2.py `num_prefill_checkpoint_blocks`",
+        {"states": _states_in_last_blocks(mamba_2=True)},
     ),
     Change(
         (0, 33, 0),
         "requirements; layers/mamba/gdn/qwen_gdn_linear_attn.py `_exports_checkpoints`",
-        {"torch": "2.14", "states": _kept_last(mamba_2=True, delta=True)},
+        {"torch": "2.14", "states": _states_in_last_blocks(mamba_2=True, delta=True)},
     ),
 )
 _VLLM_READ: Final = (

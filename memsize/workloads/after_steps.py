@@ -86,7 +86,7 @@ class AfterSteps:
         begun: Callable[[], None],
         stop: Callable[[], None],
         until: CodeType,
-        searches: bool = True,
+        searches: bool,
     ) -> None:
         self.failure: Exception | None = None
         """The error that ended what follows the steps."""
@@ -249,21 +249,24 @@ class AfterSteps:
             self._training.discard(iterator)
             self._steps_to_come = self._steps_to_come or int(prefetches)
             raise EpochOver
-        else:
-            self._begin()
-            if iterator not in self._evaluating:
-                self._evaluating[iterator] = Evaluated([], _length(iterator))
-                self.evaluations.append(self._evaluating[iterator])
-            evaluated = self._evaluating[iterator]
-            evaluated.marks.append(len(self._ledger.events))
-            if len(evaluated.marks) > BATCHES:
-                loop = next(users_frames(), None)
-                more = None if loop is None else batches_to_break(loop)
-                if more is not None:
-                    evaluated.batches = min(evaluated.batches or BATCHES + more, BATCHES + more)
-                raise EpochOver
-            self._steps.progress(f"every step is made, batch {len(evaluated.marks)} of what follows")
+        self._count_batch(iterator)
         return original(iterator)
+
+    def _count_batch(self, iterator: Any) -> None:
+        """Note that an evaluation takes a batch; raise `EpochOver` after the last that it sees."""
+        self._begin()
+        if iterator not in self._evaluating:
+            self._evaluating[iterator] = Evaluated([], _length(iterator))
+            self.evaluations.append(self._evaluating[iterator])
+        evaluated = self._evaluating[iterator]
+        evaluated.marks.append(len(self._ledger.events))
+        if len(evaluated.marks) > BATCHES:
+            loop = next(users_frames(), None)
+            more = None if loop is None else batches_to_break(loop)
+            if more is not None:
+                evaluated.batches = min(evaluated.batches or BATCHES + more, BATCHES + more)
+            raise EpochOver
+        self._steps.progress(f"every step is made, batch {len(evaluated.marks)} of what follows")
 
     def _follow_trainers(self) -> None:
         """Replace, of the trainers that are imported, what decides at the end of a step whether to evaluate."""

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
+from memsize.model.tensor_storage import spec_of
 from memsize.torch_internals.pytree import tensors_in
 
 _MOST: Final = 256
@@ -50,9 +51,8 @@ class LargerBatches:
             if (size := _size(batch)) > most:
                 largest, most = batch, size
         if largest is not None:
-            widest = max(tensors_in(largest), key=lambda tensor: tensor.nbytes)
-            shape = f"{str(widest.dtype).removeprefix('torch.')}[{','.join(map(str, widest.shape))}]"
-            self._note(f"batches vary in size: one more step has the largest of the next {number}, {shape}")
+            widest = spec_of(max(tensors_in(largest), key=lambda tensor: tensor.nbytes))
+            self._note(f"batches vary in size: one more step has the largest of the next {number}, {widest}")
         return largest
 
 

@@ -19,6 +19,8 @@ from math import lcm
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, TypeAlias
 
+import torch
+
 from memsize.processes.user_code import is_users, line_of, parsed, users_frames, variables
 
 _EVALUATES_OR_SAVES: Final = re.compile(
@@ -193,7 +195,8 @@ def _comes_true(block: Block, names: dict[str, Any]) -> tuple[str, int, int] | N
     test = block.test
     if any(isinstance(part, ast.Call) and not _HARMLESS.search(_name(part.func)) for part in ast.walk(test)):
         return None
-    if _evaluated(test, names):
+    # To compare tensors would allocate on the GPU what the script does not.
+    if any(isinstance(names.get(name), torch.Tensor) for name in _names(test)) or _evaluated(test, names):
         return None
     for counter in block.counters:
         now = _evaluated(ast.parse(counter, mode="eval").body, names)
